@@ -159,7 +159,7 @@ class GradientUse(Check):
         self._fresh, self._forwards = {}, 0
         due = self.due
         if due:
-            self._begun = next_node()
+            self._begun = None if sequence_number is None else sequence_number()
             self._lines.add(user_line())
         self._before = self._sampled(self.run.scope.optimizers()) if due else {}
 
@@ -366,11 +366,6 @@ class GradientUse(Check):
                 self.report(facts.DiscardedBackwards(step, discarded, len(each), lines))
 
         self.when_known(report)
-
-
-def next_node() -> int | None:
-    """Return the number of the next node of the autograd graph; None where torch does not tell."""
-    return None if sequence_number is None else sequence_number()
 
 
 def is_older(roots: Sequence[Tensor], number: int | None) -> bool:

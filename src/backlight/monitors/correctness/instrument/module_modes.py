@@ -40,13 +40,15 @@ class ModuleModes(Check):
 
     A model that is mostly frozen is left out, as everything below a new head. Of a model whose root is in
     training mode the same is reported of a part that has dropout: batch norms alone are often frozen on
-    purpose. It may be meant as well where weights come from a file, and only batch norms are concerned.
+    purpose. It may be meant as well where weights come from a file, and only batch norms are concerned. Once
+    the classes of each model are looked at: their own ``train()`` may not have been called.
     """
 
     name = "module_modes"
     is_windowed = False
 
     def _start(self) -> None:
+        self._table: ParameterTable | None = None  # whose models had their classes looked at
         self._rows: dict[int, int] | None = None
         self._models: list[weakref.ref[nn.Module]] = []
         self._modes: list[bool] = []
@@ -55,6 +57,12 @@ class ModuleModes(Check):
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Read the mode of each model; those of all its modules only at an observed step, or at a change."""
         scope = self.run.scope
+        if self.due and self._table is not scope.table:
+            self._table = scope.table
+            trained_models = scope.roots({id(p) for p in parameters_of(optimizer)})
+            for name, module in (named for model in trained_models for named in walk(model)):
+                if type(module).train is not nn.Module.train and HUB.seen.is_modeless(module):
+                    self._report_train(name, module)
         models = [model for reference in self._models if (model := reference()) is not None]
         if self._rows is not scope.table.rows or len(models) < len(self._models):
             self._rows, self._modes = scope.table.rows, []
@@ -94,6 +102,21 @@ class ModuleModes(Check):
         active = _active(relevant)
         self.report(facts.TrainedInEvaluation(self.step, kind_of(model), active, part, may_be_meant))
 
+    def _report_train(self, name: str, module: nn.Module) -> None:
+        own = type(module).train
+        if not isinstance(own, FunctionType) or "train" not in own.__code__.co_names:
+            return  # one that does not call that of its base class leaves no trace
+        called = names_in(own.__code__, type(module))
+        parameters, below = list(module.parameters()), [m for m in module.modules() if m is not module]
+        does = []
+        if called & {"requires_grad", "requires_grad_"} and all(p.requires_grad for p in parameters):
+            does.append("freezes parameters")
+        if "eval" in called and all(m.training for m in below):
+            does.append("puts modules into evaluation mode")
+        if does and parameters:
+            line = str(definition(own) or "")
+            self.report(facts.TrainNotCalled(self.step, kind_of(module), name, " and ".join(does), line))
+
 
 def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:
     """Return whether a module drops values in training mode."""
@@ -112,6 +135,10 @@ def _active(modules: Sequence[tuple[str, nn.Module]]) -> facts.Active:
     return facts.Active(names, kinds, sum(is_dropout(module) for _, module in modules))
 
 
+ESTIMATED = 0.5
+"""Share of its norm that a weight's vector has along its power iteration, below which none has run: after one
+iteration it is 1, and of two random vectors near 0."""
+
 BATCHES = 2
 """Batches in a row without a backward that make an evaluation."""
 
@@ -124,7 +151,8 @@ class EvaluationModes(Check):
 
     A model in training mode is reported where no backward follows the batches of the data set: those of the
     training set may serve to estimate statistics, and several forwards of one batch to sample from dropout.
-    Of batch norms, those with trained weights that are in training mode when the model trains are read.
+    Of batch norms, those with trained weights that are in training mode when the model trains are read; of
+    spectral norms, whether a power iteration has run, also before the first step.
     """
 
     name = "evaluation_modes"
@@ -136,7 +164,7 @@ class EvaluationModes(Check):
         self._trained_norms: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._batches = 0  # of that data set, each with a forward, in a row and without a backward
         self._called: list[weakref.ref[nn.Module]] | None = []  # for the last batch; None with gradients
-        self._evaluations = 0
+        self._evaluations = self._looks = 0
         self._calls = DropoutCalls()
         self._model: nn.Module | None = None  # whose dropout is observed
         self._depth = 0
@@ -165,6 +193,10 @@ class EvaluationModes(Check):
 
     def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note which model is evaluated, and observe it at the first evaluations and then ever fewer."""
+        if self._depth == 1 and not module.training and not is_capturing_graph() and not is_transforming():
+            self._looks += 1
+            if self._looks & (self._looks - 1) == 0:
+                self._compare_norms(module)
         if torch.is_grad_enabled():
             self._called = None
             if self._depth == 1 and self.schedule.due:
@@ -228,67 +260,6 @@ class EvaluationModes(Check):
             # Without a momentum, batch norm averages over all batches: statistics are being estimated.
             if active and all(getattr(module, "momentum", 0.0) is not None for _, module in active):
                 self.report(facts.EvaluatedInTraining(self.step, kind_of(model), _active(active)))
-
-
-ESTIMATED = 0.5
-"""Share of its norm that a weight's vector has along its power iteration, below which none has run: after one
-iteration it is 1, and of two random vectors near 0."""
-
-
-class UnpreparedModules(Check):
-    """Looks for a ``train()`` that was not called, and for power iterations that have not run."""
-
-    name = "unprepared_modules"
-    is_windowed = False
-
-    def _start(self) -> None:
-        self._table: ParameterTable | None = None
-        self._depth = self._evaluations = 0
-
-    # Events
-
-    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Look once at the classes of each model that is trained."""
-        if self._table is self.run.scope.table or not self.due:
-            return
-        self._table = self.run.scope.table
-        held = {id(p) for p in parameters_of(optimizer)}
-        for model in self.run.scope.roots(held):
-            for name, module in walk(model):
-                if type(module).train is not nn.Module.train and HUB.seen.is_modeless(module):
-                    self._report_train(name, module)
-
-    def forward_begin(self) -> None:
-        """Count the calls that are in progress: one may be inside the other."""
-        self._depth += 1
-
-    def forward_end(self) -> None:
-        """Count them."""
-        self._depth = max(self._depth - 1, 0)
-
-    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Read the spectral norms of a model at its first evaluations, and then at ever fewer."""
-        if self._depth == 1 and not module.training and not is_capturing_graph() and not is_transforming():
-            self._evaluations += 1
-            if self._evaluations & (self._evaluations - 1) == 0:
-                self._compare_norms(module)
-
-    # Comparisons
-
-    def _report_train(self, name: str, module: nn.Module) -> None:
-        own = type(module).train
-        if not isinstance(own, FunctionType) or "train" not in own.__code__.co_names:
-            return  # one that does not call that of its base class leaves no trace
-        called = names_in(own.__code__, type(module))
-        parameters, below = list(module.parameters()), [m for m in module.modules() if m is not module]
-        does = []
-        if called & {"requires_grad", "requires_grad_"} and all(p.requires_grad for p in parameters):
-            does.append("freezes parameters")
-        if "eval" in called and all(m.training for m in below):
-            does.append("puts modules into evaluation mode")
-        if does and parameters:
-            line = str(definition(own) or "")
-            self.report(facts.TrainNotCalled(self.step, kind_of(module), name, " and ".join(does), line))
 
     def _compare_norms(self, model: nn.Module) -> None:
         found = [

@@ -86,7 +86,7 @@ class RestoredState(Check):
     def loaded(self, value: Any) -> None:
         """Remember the states of optimizers and the tied parameters in a checkpoint."""
         self._tied |= {tie for part in _mappings(value) for tie in _ties(part)}
-        for state in _optimizer_states(value):
+        for state in filter(_is_optimizer_state, _mappings(value)):
             shapes = _shapes(state)
             if any(shapes):
                 settings = tuple(_settings(group) for group in state["param_groups"])
@@ -221,11 +221,6 @@ def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
         elif isinstance(one, (list, tuple)):
             held = one
         pending += [part for part in held if isinstance(part, (Mapping, list, tuple))]
-
-
-def _optimizer_states(value: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the states of optimizers in what was loaded."""
-    return filter(_is_optimizer_state, _mappings(value))
 
 
 def _is_optimizer_state(value: Mapping[str, Any]) -> bool:
