@@ -67,7 +67,7 @@ def watchdog(until=60.0):
                 line = found.read_bytes()
             except OSError:
                 continue
-            if b"model.watchdog" in line and here in line and os.getppid() != int(found.parent.name):
+            if b"watchdog.process" in line and here in line and os.getppid() != int(found.parent.name):
                 status = (found.parent / "status").read_text()
                 if "PPid:\\t%d\\n" % os.getpid() not in status:  # the first half, which ends at once
                     return int(found.parent.name)
@@ -267,7 +267,7 @@ def no_process(folder: Path) -> list[str]:
 import errno, subprocess
 class Popen(subprocess.Popen):
     def __init__(self, args, *more, **options):
-        if any("model.watchdog" in str(one) for one in args):
+        if any("watchdog.process" in str(one) for one in args):
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
         super().__init__(args, *more, **options)
 subprocess.Popen = Popen
@@ -277,7 +277,7 @@ subprocess.Popen = Popen
 
 def watchdog_ends_at_once(folder: Path) -> list[str]:
     """The watchdog process ends while it starts."""
-    site = "import os, sys\nif any('model.watchdog' in a for a in sys.orig_argv): os._exit(3)\n"
+    site = "import os, sys\nif any('watchdog.process' in a for a in sys.orig_argv): os._exit(3)\n"
     return _without_stalls(folder, site, "has not started (exit code 3)")
 
 

@@ -178,7 +178,7 @@ def is_followed(folder: Path) -> bool:
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             command = (process / "cmdline").read_bytes()
-            if b"model.watchdog" in command and str(folder).encode() in command:
+            if b"watchdog.process" in command and str(folder).encode() in command:
                 links = [os.readlink(link) for link in (process / "fd").iterdir()]  # noqa: PTH115 - no path
                 return links.count("anon_inode:[pidfd]") > 1
     return False

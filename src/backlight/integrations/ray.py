@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -191,7 +192,7 @@ class _Stalls:
         self._requests: dict[str, Any] = {}
         self._since = 0.0
         self._newest: ReportedStall | None = None
-        self._printed = ""
+        self._printed: ReportedStall | None = None
 
     def poll(self) -> tuple[ReportedStall, float] | None:
         """Print what is new; return the stall that lasts, with the seconds since it was diagnosed."""
@@ -201,13 +202,14 @@ class _Stalls:
             return None
         now = clock.monotonic()
         if self._newest is None or stall.time != self._newest.time:
-            self._since, self._printed = now, ""
+            self._since, self._printed = now, None
         self._newest = stall
         if stall.is_open and not stall.over and now - self._since < OPEN_TIMEOUT_S:
             return None
-        words = f"{stall.claim}: {stall.over}" if stall.over else stall.claim
-        if words != self._printed:
-            is_first, self._printed = not self._printed, words
+        closed = replace(stall, is_open=False)
+        if closed != self._printed:
+            is_first, self._printed = self._printed is None, closed
+            words = f"{stall.claim}: {stall.over}" if stall.over else stall.claim
             after = "" if is_first else stall.over and f"after that diagnosis, {stall.over}"
             write(f"backlight: {after or words}", file=sys.stderr, flush=True)
             if is_first:

@@ -40,7 +40,7 @@ def over(
 
 def stall(verdict: str) -> Finding:
     return Finding(
-        severity=Severity.ERROR, title="", detail="ranks differ at sequence 4", evidence=(), fix="",
+        severity=Severity.ERROR, title="MISMATCH", detail="ranks differ at sequence 4", evidence=(), fix="",
         subject=Subject(verdict=verdict, line="a.py:3"), refuted_if="",
     )  # fmt: skip
 
@@ -108,7 +108,7 @@ def test_a_stall_finding_is_the_verdict_unless_progress_resumed() -> None:
     stalled = over(BUSY, stall=stall("MISMATCH"))
     found = evaluate(stalled)
     assert (found.verdict, found.line) == (DiagnosisKind.MISMATCH, "a.py:3")
-    assert found.claim == "stall finding of the run: ranks differ at sequence 4"
+    assert found.claim == "stall finding of the run: MISMATCH; ranks differ at sequence 4"
     assert evaluate(replace(stalled, progress=(steps(1, 2, 3),))).verdict is DiagnosisKind.SLOW
 
 

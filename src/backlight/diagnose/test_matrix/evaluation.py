@@ -149,7 +149,7 @@ def _undecided(observed: Observation) -> Evaluation:
         refuted_if = "it finishes with a longer limit"
         return Evaluation(DiagnosisKind.DID_NOT_FINISH, claim, "none", refuted_if, "", alternatives)
     found = _ranked(observed)[0].diagnosis
-    claim = f"{claim}; {found.claim.removeprefix('UNKNOWN: ')}"
+    claim = f"{claim}; {found.claim}"
     return Evaluation(DiagnosisKind.UNKNOWN, claim, "none", found.refuted_if, found.line or "", alternatives)
 
 

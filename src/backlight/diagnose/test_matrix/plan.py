@@ -107,7 +107,7 @@ class Node(_Table):
     @property
     def edges(self) -> list[tuple[str, str]]:
         """Each answer with the node that it leads to: ``"BLOCKED|SPIN"`` gives two."""
-        return [(word.strip(), target) for words, target in self.on.items() for word in words.split("|")]
+        return [(a.strip(), target) for answers, target in self.on.items() for a in answers.split("|")]
 
     @model_validator(mode="after")
     def _check(self) -> Self:
