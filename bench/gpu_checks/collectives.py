@@ -17,7 +17,7 @@ import torch.distributed as dist
 from check import Check
 
 import backlight
-from backlight.monitors.stalls.instrument.collective_trace import _NAMES, _dump
+from backlight.monitors.stalls.instrument.collectives import _NAMES, _dump
 from backlight.watchdog.flight_recorder import parse_dump
 from backlight.watchdog.nccl_ras import read_ras
 

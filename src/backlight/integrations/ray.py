@@ -22,7 +22,7 @@ from backlight.store.errors import RunFormatError
 from backlight.store.format.names import safe_name
 from backlight.store.write.attempt import own_path
 from backlight.terminal import write
-from backlight.watchdog.joint_stalls import ReportedStall, newest_stall, stall_events
+from backlight.watchdog.peers import ReportedStall, newest_stall, stall_events
 from backlight.watchdog.process import COLLECTED
 
 VERSION = require("ray", "ray")

@@ -143,9 +143,7 @@ def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> 
     )
 
 
-def observe(
-    pid: int, duration_s: float, *, rank: int | None = None, native: bool = True
-) -> tuple[Observation, Cause]:
+def observe(pid: int, duration_s: float, *, rank: int = -1, native: bool = True) -> tuple[Observation, Cause]:
     """Observe a process for some seconds; return the observation and its cause.
 
     Raises

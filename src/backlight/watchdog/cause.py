@@ -153,11 +153,11 @@ def is_steady(obs: Observation, since: int) -> bool:
 
 def _cause(obs: Observation, kind: DiagnosisKind, what: What, **changes: Any) -> Cause:
     """Return a cause with what the observation shows of its circumstances."""
-    state = obs.state
+    state, rank = obs.state, obs.rank if obs.rank >= 0 else None
     if state is None:
-        return Cause(kind, what, rank=obs.rank, pid=obs.pid, is_watched=False, cpu=obs.cpu, **changes)
+        return Cause(kind, what, rank=rank, pid=obs.pid, is_watched=False, cpu=obs.cpu, **changes)
     values = {
-        "phase": state.phase, "rank": obs.rank, "pid": state.pid, "step": state.step,
+        "phase": state.phase, "rank": rank, "pid": state.pid, "step": state.step,
         "parameter": obs.last_parameter, "cpu": _used_cpu(obs), "silence_s": state.silence_s,
         "reached": state.reached if obs.last_parameter is not None else 0,
         "expected": state.expected if state.phase is Phase.BACKWARD else 0,

@@ -66,7 +66,7 @@ def decide(observations: Sequence[Observation], causes: Causes, world_size: int)
     failed = _decide_failures(observations, world_size)
     if failed is not None:
         return open_to_unobserved(failed, observations, world_size)
-    waiting = [o for o in observations if (cause := causes.get(_rank(o))) is not None and cause.waits]
+    waiting = [o for o in observations if (cause := causes.get(o.rank)) is not None and cause.waits]
     gone = [o for o in observations if o.end is not None or o.stopped]
     if gone:
         return _gone(gone, waiting, causes, observations)
@@ -84,10 +84,8 @@ def decide(observations: Sequence[Observation], causes: Causes, world_size: int)
         or _outlier(observations, causes)
     )
     if decision is None:
-        cause = _cause_of_rank(waiting[0], causes)
-        cause = replace(
-            cause, kind=DiagnosisKind.UNKNOWN, what=What.ALL_WAIT, rank=None, confidence=LOW, waits=True
-        )
+        first = next(cause for cause in causes.values() if cause is not None and cause.waits)
+        cause = replace(first, kind=DiagnosisKind.UNKNOWN, what=What.ALL_WAIT, rank=None, confidence=LOW)
         decision = Decision(cause, waiting=_waits_in(waiting))
     return open_to_unobserved(decision, observations, world_size)
 
@@ -106,16 +104,6 @@ def open_to_unobserved(decision: Decision, observations: Sequence[Observation], 
     return replace(decision, cause=cause, unobserved=(world_size - len(observations), world_size))
 
 
-def _rank(obs: Observation) -> int:
-    return -1 if obs.rank is None else obs.rank
-
-
-def _cause_of_rank(obs: Observation, causes: Causes) -> Cause:
-    cause = causes.get(_rank(obs))
-    assert cause is not None
-    return cause
-
-
 def _severity(cause: Cause | None) -> int:
     if cause is None or cause.kind not in _MOST_SEVERE_FIRST:
         return 0
@@ -123,7 +111,7 @@ def _severity(cause: Cause | None) -> int:
 
 
 def _waits_in(waiting: Sequence[Observation]) -> dict[int, Awaited | None]:
-    return {_rank(o): o.waits_in if o.state is not None else None for o in waiting}
+    return {o.rank: o.waits_in if o.state is not None else None for o in waiting}
 
 
 # Ranks that have ended, or are in no collective
@@ -137,10 +125,10 @@ def _gone(
 ) -> Decision | None:
     def order(obs: Observation) -> tuple[bool, bool, float, int]:
         # What a launcher ends is never the first to go.
-        return obs.end is not None and obs.end.is_termination, obs.stopped, obs.ended_at, _rank(obs)
+        return obs.end is not None and obs.end.is_termination, obs.stopped, obs.ended_at, obs.rank
 
     first, *later = sorted(gone, key=order)
-    cause, end = causes.get(_rank(first)), first.end
+    cause, end = causes.get(first.rank), first.end
     if cause is None:
         return None
     mismatch = decide_calls(observations)
@@ -148,8 +136,8 @@ def _gone(
     if mismatch is not None and gave_up:
         # The backend gave up on calls that do not fit together: they are the cause, not the first rank to
         # notice.
-        return mismatch if end is None else replace(mismatch, noticed=(_rank(first), end))
-    return Decision(cause, waiting=_waits_in(waiting), later=tuple(map(_rank, later)))
+        return mismatch if end is None else replace(mismatch, noticed=(first.rank, end))
+    return Decision(cause, waiting=_waits_in(waiting), later=tuple(o.rank for o in later))
 
 
 def _outside(
@@ -159,12 +147,12 @@ def _outside(
 
     None where one of them has neither moved since the others wait, nor been silent for long enough.
     """
-    obs = min(outside, key=lambda o: (-_severity(causes.get(_rank(o))), _rank(o)))
-    rank, waits = _rank(obs), _waits_in(waiting)
+    obs = min(outside, key=lambda o: (-_severity(causes.get(o.rank)), o.rank))
+    rank, waits = obs.rank, _waits_in(waiting)
     only = rank if len(outside) == 1 else None
     cause, state = causes.get(rank), obs.state
     if cause is not None and cause.kind is not DiagnosisKind.UNKNOWN:
-        stalled = [_rank(o) for o in outside if causes.get(_rank(o)) is not None]
+        stalled = [o.rank for o in outside if causes.get(o.rank) is not None]
         blamed = stalled[0] if len(stalled) == 1 else only
         return Decision(replace(cause, rank=blamed), named=rank, waiting=waits)
     if state is not None and state.is_closed:
@@ -175,9 +163,9 @@ def _outside(
     if cause is not None:
         return Decision(replace(cause, rank=rank), named=rank, waiting=waits)
     since = max((o.state.heartbeat for o in waiting if o.state is not None), default=0)
-    if not all(is_steady(o, since) for o in outside if causes.get(_rank(o)) is None):
+    if not all(is_steady(o, since) for o in outside if causes.get(o.rank) is None):
         return None
-    step, ranks = None if state is None else state.step, tuple(map(_rank, outside))
+    step, ranks = None if state is None else state.step, tuple(o.rank for o in outside)
     straggler = Cause(DiagnosisKind.SLOW, What.STRAGGLER, obs.phase, rank=only, step=step, ranks=ranks)
     return Decision(straggler, waiting=waits)
 
@@ -187,7 +175,7 @@ def _behind(cause: Observation, others: Sequence[Observation]) -> Behind | None:
     reached = [o.backwards + (o.phase is Phase.BACKWARD) for o in others if o.state is not None]
     if cause.state is None or not reached or cause.backwards >= max(reached):
         return None
-    return Behind(_rank(cause), cause.backwards, max(reached))
+    return Behind(cause.rank, cause.backwards, max(reached))
 
 
 # Failures: a backend may end the processes before anything hangs, and the first rank that leaves takes the
@@ -205,7 +193,7 @@ def _decide_failures(observations: Sequence[Observation], world_size: int) -> De
     failures = [(o, o.exit_reason) for o in observations if o.exit_reason is not None]
     if not failures:
         return None
-    failures.sort(key=lambda pair: (pair[1].at, _rank(pair[0])))
+    failures.sort(key=lambda pair: (pair[1].at, pair[0].rank))
     by_itself = [(o, reason) for o, reason in failures if not reason.inside]
     killed = [o.ended_at for o in observations if o.end is not None and not o.end.is_termination]
     if killed and (not by_itself or min(killed) - EXIT_DELAY_S < failures[0][1].at):
@@ -222,9 +210,9 @@ def _left_by_error(by_itself: _Failures, failures: _Failures) -> Decision:
     cause = Cause(
         DiagnosisKind.DEAD, What.LEFT_BY_ERROR, obs.phase, HIGH, obs.rank if len(by_itself) == 1 else None,
         step=None if obs.state is None else obs.state.step, line=reason.line, error=reason,
-        ranks=tuple(_rank(o) for o, _ in by_itself),
+        ranks=tuple(o.rank for o, _ in by_itself),
     )  # fmt: skip
-    return Decision(cause, later=tuple(_rank(o) for o, r in failures if r.inside))
+    return Decision(cause, later=tuple(o.rank for o, r in failures if r.inside))
 
 
 def _failed_in_collective(observations: Sequence[Observation], failures: _Failures) -> Decision:
@@ -235,18 +223,18 @@ def _failed_in_collective(observations: Sequence[Observation], failures: _Failur
     first, reason = failures[0]
     if len(short) == 1 and short[0].state is not None:
         obs, state = short[0], short[0].state
-        rank = _rank(obs)
+        rank = obs.rank
         cause = Cause(
             DiagnosisKind.DEAD, What.TRAINING_ENDED, obs.phase, HIGH, rank, step=state.step, ranks=(rank,)
         )
         return Decision(cause, behind=Behind(rank, obs.backwards, fewest))
     if not short and len(failures) == 1 and len(finished) > 1:
-        ended = tuple(map(_rank, finished))
+        ended = tuple(o.rank for o in finished)
         return Decision(
             Cause(DiagnosisKind.MISMATCH, What.EXTRA_CALL, rank=first.rank, others=ended, waits=True)
         )
     running = tuple(
-        (_rank(o), o.phase, o.state.step)
+        (o.rank, o.phase, o.state.step)
         for o in observations
         if o.state is not None and o.state.status is RankStatus.RUNNING and o.end is None
     )
@@ -264,7 +252,7 @@ def _group_failures(failures: _Failures) -> tuple[Failure, ...]:
         call = obs.last_call or reason.inside
         key = call.text if isinstance(call, CollectiveRecord) else call.value, reason.error
         ranks = grouped[key].ranks if key in grouped else ()
-        grouped[key] = Failure(tuple(sorted((*ranks, _rank(obs)))), call, reason.error)
+        grouped[key] = Failure(tuple(sorted((*ranks, obs.rank))), call, reason.error)
     return tuple(grouped.values())
 
 
@@ -272,7 +260,7 @@ def _group_failures(failures: _Failures) -> tuple[Failure, ...]:
 
 
 def _calls(observations: Sequence[Observation]) -> dict[int, Dump]:
-    return {_rank(o): calls for o in observations if (calls := o.calls) is not None}
+    return {o.rank: calls for o in observations if (calls := o.calls) is not None}
 
 
 def _matched(shown: Match) -> Cause:
@@ -298,14 +286,14 @@ def _matched(shown: Match) -> Cause:
 
 def _match_issued(observations: Sequence[Observation]) -> Decision | None:
     """Match what the flight recorders of the ranks hold; None where some rank has none."""
-    dumps = {_rank(o): dump for o in observations if (dump := o.dump) is not None}
+    dumps = {o.rank: dump for o in observations if (dump := o.dump) is not None}
     shown = match_records(dumps) if len(dumps) == len(observations) else None
     return None if shown is None else _with_behind(_matched(shown), observations)
 
 
 def _match_absent(observations: Sequence[Observation]) -> Decision | None:
     """Find a call in which ranks of its group wait while others have not entered it."""
-    shown = match_calls(_calls(observations), {_rank(o): o.waits_in for o in observations})
+    shown = match_calls(_calls(observations), {o.rank: o.waits_in for o in observations})
     if shown is None:
         return None
     cause = _matched(shown)
@@ -332,7 +320,7 @@ def _outlier(observations: Sequence[Observation], causes: Causes) -> Decision | 
     if len(odd) != 1 or count < 2:
         return None
     obs, usual = odd[0], next(o for o in observations if where(o) == common)
-    line = cause.line if (cause := causes.get(_rank(obs))) is not None else None
+    line = cause.line if (cause := causes.get(obs.rank)) is not None else None
     return Decision(
         Cause(
             DiagnosisKind.MISMATCH, What.OTHER_CALL, obs.phase, MEDIUM, obs.rank, line=line, waits=True,
@@ -346,7 +334,7 @@ def _outlier(observations: Sequence[Observation], causes: Causes) -> Decision | 
 
 def decide_dumps(observations: Sequence[Observation]) -> tuple[Decision, tuple[int, ...]]:
     """Return the decision on ranks by their flight recorders alone, and the ranks that left no dump."""
-    dumps = {_rank(o): o.dump for o in observations if o.dump is not None}
+    dumps = {o.rank: o.dump for o in observations if o.dump is not None}
     members = {rank for dump in dumps.values() for record in dump.records for rank in record.ranks}
     missing = tuple(sorted(members - set(dumps)))
     shown = match_records(dumps)
@@ -382,7 +370,7 @@ def group_by_stack(observations: Sequence[Observation]) -> list[list[int]]:
     """Return the ranks of a job that have the same stack, the largest group first."""
     groups: dict[tuple[Frame, ...], list[int]] = {}
     for obs in observations:
-        groups.setdefault(shown_stack(obs), []).append(_rank(obs))
+        groups.setdefault(shown_stack(obs), []).append(obs.rank)
     return sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
 
 
@@ -396,7 +384,7 @@ def decide_job(
 
     ``elsewhere`` are ranks without a process on this machine, ``ranks_in_store`` those that have come.
     """
-    by_rank = {_rank(o): o for o in observations}
+    by_rank = {o.rank: o for o in observations}
     named = {rank: o.cause for rank, o in by_rank.items() if o.cause is not None}
     at_fault = [r for r, o in by_rank.items() if o.end is not None or o.stopped]
     at_fault += [r for r, wait in named.items() if wait.name not in FOR_RANKS and not wait.progresses]

@@ -383,7 +383,7 @@ NUM_SAMPLES = 4
 
 
 def observe_unwatched(
-    process: processes.Process, duration_s: float, *, rank: int | None = None, native: bool = True
+    process: processes.Process, duration_s: float, *, rank: int = -1, native: bool = True
 ) -> Observation:
     """Observe a process for some seconds by the kernel and py-spy.
 

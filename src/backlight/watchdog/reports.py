@@ -76,7 +76,7 @@ def emit(
     blamed = next((o for o in observations if o.rank == diagnosis.rank), next(iter(observations), None))
     state = blamed.state if blamed is not None else None
     step = state.step + step_offset if state is not None else None
-    texts = {o.rank or 0: format_evidence(o) for o in shown}
+    texts = {o.rank: format_evidence(o) for o in shown}
     paths = [writer.evidence(f"stall-rank-{rank:05d}.txt", text) for rank, text in sorted(texts.items())]
     evidence = [Evidence(path, step=step) for path in paths if path]
     files = len(evidence)

@@ -183,7 +183,7 @@ class Watchdog:
         self, observations: Sequence[Observation], causes: dict[int, Cause | None]
     ) -> bool:
         """Return whether a rank evaluates, writes a checkpoint or compiles, for which all others wait."""
-        open_ = [o for o in observations if causes[o.rank or 0] is None and o.end is None and not o.stopped]
+        open_ = [o for o in observations if causes[o.rank] is None and o.end is None and not o.stopped]
         return any(
             (o.state.phase in EXEMPT_PHASES and not o.state.inside)
             or ((thread := summarize_stacks(o, self._limits).thread) is not None and is_compiling(thread))
@@ -204,7 +204,7 @@ class Watchdog:
     def _causes(
         self, observations: Sequence[Observation], timeout_s: float | None
     ) -> dict[int, Cause | None]:
-        return {o.rank or 0: cause_of(o, self._limits, timeout_s) for o in observations}
+        return {o.rank: cause_of(o, self._limits, timeout_s) for o in observations}
 
     def _examine_closely(self) -> None:
         """Take stack samples and CPU times of all ranks for a bounded time."""
@@ -251,15 +251,15 @@ class Watchdog:
         They are those that wait, and all where one waits for them. Return whether a rank is about to wait:
         it is in a call that others have to enter, and not for ``share_s`` yet.
         """
-        open_ = [o for o in observations if causes[o.rank or 0] is None]
+        open_ = [o for o in observations if causes[o.rank] is None]
         if len(open_) == len(observations):
             return False
         is_awaited = any(cause is not None and cause.waits for cause in causes.values())
         for obs in open_:
             cause = cause_of(obs, self._limits, share_s)
             if cause is not None and (is_awaited or cause.waits):
-                causes[obs.rank or 0] = cause
-        entering = (cause_of(o, self._limits, MIN_PAUSE_S) for o in open_ if causes[o.rank or 0] is None)
+                causes[obs.rank] = cause
+        entering = (cause_of(o, self._limits, MIN_PAUSE_S) for o in open_ if causes[o.rank] is None)
         return any(cause is not None and cause.waits for cause in entering)
 
     # Reports

@@ -26,8 +26,7 @@ from backlight.capture.fingerprint import take_fingerprint
 from backlight.distributed import WATCHDOG, launch_id, local_rank
 from backlight.interrupts import suppressed
 from backlight.monitor import Monitor, RunContext
-from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace
-from backlight.monitors.stalls.instrument.collectives import Collectives
+from backlight.monitors.stalls.instrument.collectives import Collectives, CollectiveTrace
 from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrappers
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.instrument.stack_sampler import StackSampler

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from backlight.devices import GATE
-from backlight.monitors.stalls.instrument.collective_trace import CollectiveTrace, _add_frames
-from backlight.monitors.stalls.instrument.collectives import Collectives
+from backlight.monitors.stalls.instrument.collectives import Collectives, CollectiveTrace, _add_frames
 from backlight.records import Phase
 from backlight.watchdog.collectives import CollectiveRecord
 from backlight.watchdog.flight_recorder import parse_dump

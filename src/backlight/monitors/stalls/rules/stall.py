@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from backlight.records import Evidence, Finding, to_json
 from backlight.registry import rule
 from backlight.store.read.run import Run
-from backlight.watchdog.joint_stalls import joint_stalls
-from backlight.watchdog.peers import EVENT
+from backlight.watchdog.peers import EVENT, joint_stalls
 from backlight.watchdog.reports import RULE
 from backlight.watchdog.timeouts import StallLimits
 

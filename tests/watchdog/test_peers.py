@@ -25,9 +25,8 @@ from backlight.store.write.writer import RunWriter
 from backlight.watchdog import peers, runtime_dir
 from backlight.watchdog.collectives import CollectiveRecord, Reduction
 from backlight.watchdog.diagnosis import Cause, Decision, What
-from backlight.watchdog.joint_stalls import newest_stall, stall_events
 from backlight.watchdog.observation import Observation
-from backlight.watchdog.peers import HostObservation, join, pack, unpack
+from backlight.watchdog.peers import HostObservation, join, newest_stall, pack, stall_events, unpack
 from backlight.watchdog.shared_state import PHASES, RankStatus, SharedState, Slot
 from backlight.watchdog.timeouts import StallLimits
 from backlight.watchdog.waits import WaitCause, WaitName
