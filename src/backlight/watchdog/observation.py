@@ -96,7 +96,7 @@ class Workers:
 class Observation:
     """Observations of one rank over the last seconds; what a source does not report is empty or None."""
 
-    rank: int = -1  # -1 for a process that is none, or whose rank is not known
+    rank: int  # -1 for a process that is none, or whose rank is not known
     pid: int = 0
     snapshots: tuple[StateSnapshot, ...] = ()  # the last moments of this phase, oldest first
     history: tuple[StateSnapshot, ...] = ()  # all that are kept
