@@ -73,9 +73,10 @@ class Snapshot:
         """Take the tables on the host."""
         self.tables, self.arrays = [], [np.empty(0)] * len(self._sizes)
         for group, table in zip(self._groups, tables, strict=True):
-            ends = np.cumsum([self._sizes[number] for number in group])
-            for number, part in zip(group, np.split(table, ends[:-1]), strict=True):
-                self.arrays[number] = part
+            begin = 0
+            for number in group:
+                self.arrays[number] = table[begin : begin + self._sizes[number]]
+                begin += self._sizes[number]
 
 
 def digest(batch: Any) -> str | None:
