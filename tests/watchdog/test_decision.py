@@ -12,7 +12,7 @@ from backlight.processes import ProcessEnd, WaitReason
 from backlight.records import DiagnosisKind, Phase
 from backlight.watchdog.cause import cause_of
 from backlight.watchdog.collectives import CollectiveRecord, Dump
-from backlight.watchdog.decision import decide
+from backlight.watchdog.decision import decide, decide_job
 from backlight.watchdog.diagnosis import Cause, What
 from backlight.watchdog.observation import ExitReason, IssuedCollectives, Observation, PeerFailure
 from backlight.watchdog.shared_state import Collective, RankStatus
@@ -272,3 +272,14 @@ def test_rank_is_named_once(what: What, expected: str) -> None:
     decision = decide(observations, {0: None, 1: alone}, 2)
     assert decision is not None
     assert describe(decision).claim.startswith(expected)
+
+
+def test_job_of_watched_ranks_is_decided_as_by_their_watchdog() -> None:
+    observed = [
+        dataclasses.replace(o, groups={GROUP: (0, 1, 2)}) for o in (waiting(0), waiting(1, *ODD), waiting(2))
+    ]
+    causes = {o.rank: cause_of(o, LIMITS, 30.0) for o in observed}
+    live = decide(observed, causes, WORLD)
+    assert decide_job(observed, causes, (), frozenset) == live
+    assert live is not None
+    assert (live.cause.kind, live.cause.rank) == (MISMATCH, 1)
