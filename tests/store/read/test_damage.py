@@ -73,40 +73,41 @@ def read_everything(run: Run) -> None:
         (b'{"kind": "backlight run", "format": true}', "has format True, expected a number"),
         (
             b'{"kind": "backlight run", "format": 5}',
-            r"format 5, this release reads formats 1, 2, 3 and 4\. Upgrade",
+            r"format 5, this release reads format 4\. Upgrade",
         ),
         (
-            b'{"kind": "backlight run", "format": 0}',
-            r"format 0, this release .* Open it with the release that",
+            b'{"kind": "backlight run", "format": 3}',
+            r"format 3, this release .* Open it with the release that",
         ),
-        (b'{"kind": "backlight run", "format": 1}', "is damaged: run_id: Field required"),
+        (b'{"kind": "backlight run", "format": 4}', "is damaged: run_id: Field required"),
         (
-            b'{"kind": "backlight run", "format": 1, "run_id": "x", "attempts": 3}',
+            b'{"kind": "backlight run", "format": 4, "run_id": "x", "attempts": 3}',
             "is damaged: attempts: Input should be a valid list",
         ),
         (
-            b'{"kind": "backlight run", "format": 1, "run_id": "x", "attempts": [{}]}',
+            b'{"kind": "backlight run", "format": 4, "run_id": "x", "attempts": [{}]}',
             "is damaged: attempts.0.index: Field required",
         ),
         (
-            b'{"kind": "backlight run", "format": 1, "run_id": "x",'
+            b'{"kind": "backlight run", "format": 4, "run_id": "x",'
             b' "attempts": [{"index": 1%s, "step_offset": 0}]}' % (b"0" * 300),
             "is damaged: attempt 1000",
         ),
         (
-            b'{"kind": "backlight run", "format": 1, "run_id": "x",'
+            b'{"kind": "backlight run", "format": 4, "run_id": "x",'
             b' "attempts": [{"index": 0, "step_offset": 1%s}]}' % (b"0" * 30),
             "is damaged: attempt 0 with step offset 1000",
         ),
         (
-            b'{"kind": "backlight run", "format": 1, "run_id": "x",'
+            b'{"kind": "backlight run", "format": 4, "run_id": "x",'
             b' "attempts": [{"index": 0, "step_offset": 0}, {"index": 0, "step_offset": 0}]}',
             "is damaged: two attempts have one number",
         ),
     ],
 )
 def test_foreign_or_damaged_manifest_is_rejected(run_path: Path, content: bytes, match: str) -> None:
-    (run_path / "manifest.json").write_bytes(content)
+    sealed = atomic_json.seal(content.decode()) if b"format" in content else content
+    (run_path / "manifest.json").write_bytes(sealed)
     with pytest.raises(RunFormatError, match=match):
         open_run(run_path)
 

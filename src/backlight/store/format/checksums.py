@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 import zlib
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ _BLOCK_KEY = struct.Struct("<qqqq")
 _NUMBERS = {
     "parameter_table": struct.Struct("<q"),
     "scalar_name": struct.Struct("<q"),
-    "scalar": struct.Struct("<qqqd"),
     "event": struct.Struct("<qqd"),
     "finding": struct.Struct("<qd"),
 }
@@ -34,15 +32,7 @@ def of_block(row: int, first: int, count: int, step: int, floats: bytes, integer
 
 
 def of_row(table: str, values: Sequence[Any]) -> int:
-    """Return the CRC-32 over the columns of a row of another table, the id included and the checksum not.
-
-    The table ``scalar`` is that of format 2, with a row for each value.
-    """
-    if table == "scalar":
-        row, name, step, value = values
-        # SQLite keeps neither NaN nor the sign of zero.
-        value = math.nan if value is None or value != value else value + 0.0  # noqa: PLR0124 - NaN
-        return zlib.crc32(_NUMBERS[table].pack(row, name, step, value))
+    """Return the CRC-32 over the columns of a row of another table, the id included and the checksum not."""
     numbers, count = _NUMBERS[table], len(_NUMBERS[table].format) - 1
     crc = zlib.crc32(numbers.pack(*(_NO_STEP if value is None else value for value in values[:count])))
     for text in values[count:]:

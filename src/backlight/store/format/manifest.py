@@ -10,7 +10,7 @@ from backlight import clock
 from backlight.records import Record, RunStatus, Severity, to_json
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import MANIFEST
-from backlight.store.format.schema import FORMAT_VERSION, READABLE_FORMATS
+from backlight.store.format.schema import FORMAT_VERSION
 from backlight.store.platform import atomic_json
 from backlight.store.platform.process import ProcessIdentity
 
@@ -156,14 +156,13 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_format(path: Path, found: object) -> None:
-    """Refuse every format that this release does not read."""
+    """Refuse every format but that of this release."""
     if not isinstance(found, int) or isinstance(found, bool):
         raise RunFormatError(f"{path}: has format {found!r}, expected a number; it is damaged or foreign")
-    if found not in READABLE_FORMATS:
+    if found != FORMAT_VERSION:
         fix = (
             "Upgrade backlight to the release that wrote the run, or newer"
             if found > FORMAT_VERSION
             else "Open it with the release that wrote it, and export what you need"
         )
-        known = ", ".join(map(str, READABLE_FORMATS[:-1])) + f" and {READABLE_FORMATS[-1]}"
-        raise RunFormatError(f"{path}: format {found}, this release reads formats {known}. {fix}")
+        raise RunFormatError(f"{path}: format {found}, this release reads format {FORMAT_VERSION}. {fix}")

@@ -11,10 +11,7 @@ import enum
 from dataclasses import dataclass
 
 FORMAT_VERSION = 4
-"""Format that this release writes."""
-
-READABLE_FORMATS = (1, 2, 3, FORMAT_VERSION)
-"""Formats that this release reads. In format 1 only rows of series had checksums."""
+"""Format that this release writes and reads."""
 
 
 class Join(enum.StrEnum):
@@ -204,30 +201,6 @@ TABLES: dict[str, str] = {
 }
 """Every table of a database. A row of ``scalar`` is a block: ``first`` and ``id`` are the numbers of its
 first and last value, counted from 1 in the order of logging, and ``step`` is the highest of its steps."""
-
-_SCALAR_VALUES = (
-    "CREATE TABLE scalar (id INTEGER PRIMARY KEY, name INTEGER NOT NULL, step INTEGER NOT NULL,"
-    " value REAL, crc INTEGER NOT NULL)"
-)
-"""Table of scalars up to format 2. A NULL is a NaN that was logged: SQLite has no NaN."""
-
-FIRST_FORMAT_WITH_BLOCKS = 3
-"""Format in which scalars are stored in blocks."""
-
-
-def tables_of_format(version: int) -> dict[str, str]:
-    """Return the tables of a format: those of format 1 had a checksum in series alone."""
-    if version >= FIRST_FORMAT_WITH_BLOCKS:
-        return TABLES
-    older = TABLES | {"scalar": _SCALAR_VALUES}
-    if version > 1:
-        return older
-    series = {f"series_{name}" for name in SERIES}
-    return {
-        name: sql if name in series else sql.replace(", crc INTEGER NOT NULL", "")
-        for name, sql in older.items()
-    }
-
 
 COUNTED = tuple(name for name in TABLES if name != "meta")
 """Tables to which rows are only added; the highest id of each is how far a file goes."""

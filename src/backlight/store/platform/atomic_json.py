@@ -17,9 +17,6 @@ from backlight.store.errors import RunFormatError
 MAX_DEPTH = 64
 """Documents that nest deeper are refused: what copies or compares them calls itself for each level."""
 
-SEALED_FORMAT = 2
-"""Documents that state this format have a checksum; format 1 had none."""
-
 _SEAL = re.compile(rb', "crc": (\d{1,10})\}\s*\Z')
 _TOO_DEEP = f"it nests deeper than {MAX_DEPTH}"
 _PARTS = {dict, list}
@@ -76,7 +73,7 @@ def _unsealed(content: bytes) -> Any:
     stated = document.pop("crc", None)
     found = _SEAL.search(content)
     if stated is None and found is None:
-        if document.get("format") == SEALED_FORMAT:
+        if "format" in document:  # others need none
             raise _ChangedError("it has no checksum")
     elif found is None or stated != int(found[1]) or stated != zlib.crc32(content[: found.start()]):
         raise _ChangedError("its checksum does not match")

@@ -44,11 +44,10 @@ Window = tuple[int, int]
 _COLUMNS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "parameter_table": ("id, json", (int, str)),
     "scalar_name": ("id, source, name", (int, str, str)),
-    "scalar": ("id, name, step, value", (int, int, int, (float, NoneType))),
     "event": ("id, step, time, kind, payload", (int, (int, NoneType), float, str, str)),
     "finding": ("id, time, json", (int, float, str)),
 }
-"""Columns of the tables without blobs, and their types; ``scalar`` is that of format 2."""
+"""Columns of the tables without blobs, and their types."""
 
 _SERIES_COLUMNS = "step, parameters, crc, floats, ints, part"
 _SERIES_TYPES = (int, int, int, bytes, bytes, int)
@@ -275,9 +274,6 @@ class RankFile:
     def _logged(self, after: int = 0) -> LoggedValues:
         """Return the sound values of all scalars after the first ``after``, in the order of logging."""
         last = self.last["scalar"]
-        if not scalar_blocks.has_blocks(self._snapshot):
-            rows = self._checked("scalar", after=after)
-            return LoggedValues.of([(n, step, np.nan if v is None else v) for _, n, step, v in rows])
         if last <= after:
             return LoggedValues.of([])
         logged, missing = scalar_blocks.read(self._snapshot, last, after)
@@ -336,9 +332,13 @@ class RankFile:
 
     def last_event(self, kind: str) -> dict[str, Any] | None:
         """Return the payload of the last event of a kind, without reading the others; None without one."""
-        condition = f"kind = ? AND id <= {self.last['event']} ORDER BY id DESC LIMIT 1"
-        rows = self._some("event", condition, (kind,))
-        return self._parsed("event", rows[0][4], _mapping) if rows else None
+        columns, types = _COLUMNS["event"]
+        select = f"SELECT {columns}, crc FROM event WHERE kind = ? AND id <= ? ORDER BY id DESC LIMIT 1"
+        with contextlib.suppress(RunFormatError):
+            for *row, crc in self._snapshot.rows(select, (kind, self.last["event"])):
+                if all(map(isinstance, row, types)) and crc == checksums.of_row("event", row):
+                    return self._parsed("event", row[4], _mapping)
+        return None
 
     def findings(self) -> list[Finding]:
         """Return the stored findings, in the order of writing."""
@@ -371,9 +371,7 @@ class RankFile:
     def _is_sound(self, table: str, step: int) -> bool:
         """Return whether a row of a step has the right checksum, without reading the others."""
         if table == "scalar":
-            if scalar_blocks.has_blocks(self._snapshot):
-                return scalar_blocks.has_sound(self._snapshot, step)
-            return bool(self._some(table, f"step = {step} LIMIT 1"))
+            return scalar_blocks.has_sound(self._snapshot, step)
         try:
             rows = self._snapshot.rows(f"SELECT {_SERIES_COLUMNS} FROM {table} WHERE step = {step} LIMIT 1")
         except RunFormatError:
@@ -427,31 +425,14 @@ class RankFile:
             if found != last:
                 self._lose(f"{last - found} of {last} rows of table {table} are damaged and left out")
 
-    def _checked(self, table: str, condition: str = "", after: int = 0) -> Rows:
-        """Return the rows of a table without blobs, from the id on, whose checksum is right."""
+    def _checked(self, table: str) -> Rows:
+        """Return the rows of a table without blobs whose checksum is right."""
         columns, types = _COLUMNS[table]
-        if self._snapshot.format == 1:
-            return self._rows(columns, table, types, condition, after)
-        rows = self._rows(f"{columns}, crc", table, (*types, int), condition, after)
+        rows = self._rows(f"{columns}, crc", table, (*types, int))
         checked = [row[:-1] for row in rows if row[-1] == checksums.of_row(table, row[:-1])]
         if len(checked) != len(rows):
             self._lose(f"{len(rows) - len(checked)} rows of table {table} were changed and are left out")
         return checked
-
-    def _some(self, table: str, condition: str, parameters: tuple[Any, ...] = ()) -> Rows:
-        """Return the sound rows of a query on a table without blobs; none where it fails."""
-        columns, types = _COLUMNS[table]
-        crc = "" if self._snapshot.format == 1 else ", crc"
-        try:
-            rows = self._snapshot.rows(f"SELECT {columns}{crc} FROM {table} WHERE {condition}", parameters)
-        except RunFormatError:
-            return []
-        numbers = len(types)
-        return [
-            row[:numbers]
-            for row in rows
-            if all(map(isinstance, row, types)) and (not crc or row[-1] == checksums.of_row(table, row[:-1]))
-        ]
 
     def _parsed(self, table: str, text: str, parse: Callable[[str], T]) -> T | None:
         try:

@@ -1,4 +1,4 @@
-"""Blocks of scalars of a database, checked; of a format before them, the rows of single values."""
+"""Blocks of scalars of a database, checked."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from typing import Any
 from backlight.store.errors import RunFormatError
 from backlight.store.format import checksums, scalar_codec
 from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
-from backlight.store.format.schema import FIRST_FORMAT_WITH_BLOCKS
 from backlight.store.read.snapshot import Snapshot
 
 _COLUMNS = "id, first, count, step, crc, floats, ints"
 _TYPES = (int, int, int, int, int, bytes, bytes)
-
-
-def has_blocks(snapshot: Snapshot) -> bool:
-    """Return whether the scalars of a database are in blocks."""
-    return snapshot.format >= FIRST_FORMAT_WITH_BLOCKS
 
 
 def read(snapshot: Snapshot, last: int, after: int) -> tuple[LoggedValues, int]:
@@ -37,19 +31,15 @@ def read(snapshot: Snapshot, last: int, after: int) -> tuple[LoggedValues, int]:
 
 def read_last(snapshot: Snapshot, last: int) -> LoggedValues:
     """Return the values of the block with value ``last``, up to it; none where it is not sound."""
-    if has_blocks(snapshot):
-        with contextlib.suppress(RunFormatError):
-            rows = snapshot.rows(f"SELECT {_COLUMNS} FROM scalar WHERE id >= {last} ORDER BY id LIMIT 1")
-            for row in rows:
-                if (block := _block(row)) is not None:
-                    return block.between(0, last + 1 - row[1])
+    with contextlib.suppress(RunFormatError):
+        for row in snapshot.rows(f"SELECT {_COLUMNS} FROM scalar WHERE id >= {last} ORDER BY id LIMIT 1"):
+            if (block := _block(row)) is not None:
+                return block.between(0, last + 1 - row[1])
     return LoggedValues.of([])
 
 
 def is_thinned(snapshot: Snapshot, after: int) -> bool:
     """Return whether a block behind the first ``after`` values holds fewer than it stands for."""
-    if not has_blocks(snapshot):
-        return False
     select = f"SELECT 1 FROM scalar WHERE id > {after} AND count < id - first + 1 LIMIT 1"
     with contextlib.suppress(RunFormatError):
         return bool(snapshot.rows(select))

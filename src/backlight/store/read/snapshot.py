@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from backlight import atomic_files, processes, untrusted_files
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import check_format
-from backlight.store.format.schema import DATABASE_KIND, tables_of_format
+from backlight.store.format.schema import DATABASE_KIND, TABLES
 from backlight.store.platform.connections import Connection, connect
 from backlight.store.read import private_copies
 
@@ -79,10 +79,8 @@ class Snapshot:
             raise RunFormatError(f"{self.path}: is not a database that backlight wrote")
         if meta.get("kind") != DATABASE_KIND:
             raise RunFormatError(f"{self.path}: has kind {meta.get('kind')!r}, expected {DATABASE_KIND!r}")
-        self.format = int(meta["format"]) if str(meta.get("format")).isdecimal() else 0
-        check_format(self.path, self.format or None)
-        expected = tables_of_format(self.format)
-        wrong = [name for name, statement in expected.items() if tables.get(name) != statement]
+        check_format(self.path, int(meta["format"]) if str(meta.get("format")).isdecimal() else None)
+        wrong = [name for name, statement in TABLES.items() if tables.get(name) != statement]
         if wrong:
             raise RunFormatError(f"{self.path}: its tables {', '.join(wrong)} are not those of the format")
 
