@@ -16,8 +16,8 @@ from backlight.cli.doctor import EXTRAS
 from backlight.findings.limits import Limits
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import Rule
+from backlight.series import GRADIENT
 from backlight.session.settings import Settings
-from backlight.store.format.schema import GRADIENT
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 

@@ -19,9 +19,9 @@ from backlight.cli.app import REFUSALS
 from backlight.diagnose.test_matrix.plan import read_plan
 from backlight.findings.evaluate import findings_of
 from backlight.launch.recipe import refuse_script
+from backlight.series import SERIES
 from backlight.session.settings import Settings
 from backlight.store.format.names import MANIFEST
-from backlight.store.format.schema import SERIES
 from backlight.store.maintenance.compact import compact
 from backlight.store.maintenance.merge_hosts import merge_hosts
 from backlight.store.read.run import Run, open_run

@@ -26,7 +26,7 @@ from backlight.records import (
 )
 from backlight.report.page import render_page, write_page
 from backlight.report.source import Source
-from backlight.store.format.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
+from backlight.series import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter
 from backlight.store.write.writer import RunWriter

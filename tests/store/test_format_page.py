@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from backlight.series import HISTOGRAM, SERIES
 from backlight.store.export.files import ENDINGS
 from backlight.store.export.tables import long_table, scalars_table
 from backlight.store.format import column_codec
 from backlight.store.format.columnar import Index, RankIndex
 from backlight.store.format.manifest import AttemptEntry, Manifest, Progress, Summary
-from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION, HISTOGRAM, SCALARS, SERIES, TABLES
+from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION, SCALARS, TABLES
 from backlight.store.platform.process import ProcessIdentity
 from backlight.store.read.run import open_run
 from backlight.store.write.database import PAGE_BYTES

@@ -25,9 +25,10 @@ from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch, first_number
 from backlight.monitor import Gradients
 from backlight.records import Layout, ParameterRecord
+from backlight.series import SERIES
 from backlight.session.sampling import ProcessorTime
 from backlight.session.step_scalars import MAX_QUEUED_STEPS, StepScalars
-from backlight.store.format.schema import REQUIRES_GRAD, SERIES
+from backlight.store.format.schema import REQUIRES_GRAD
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import Scope

@@ -1,7 +1,9 @@
 import pytest
 import torch
 
-from backlight.measure.stats.histogram import BINS, LOWEST, histogram
+from backlight.measure.stats.histogram import histogram
+from backlight.series import HISTOGRAM_BINS as BINS
+from backlight.series import HISTOGRAM_LOWEST as LOWEST
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

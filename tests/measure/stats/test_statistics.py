@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.stats import histogram, update
 from backlight.measure.stats.kernels import SCRATCH
-from backlight.measure.stats.statistics import FLOATS, INTEGERS, statistics
-from backlight.store.format.schema import GRADIENT, HISTOGRAM, HISTOGRAM_BINS, HISTOGRAM_LOWEST, UPDATE
+from backlight.measure.stats.statistics import statistics
+from backlight.series import GRADIENT
 
 REAL = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 COMPLEX = (torch.complex64, torch.complex128)
@@ -175,8 +174,8 @@ def test_conjugated_and_negated_views(check):
 
 def test_nothing_to_measure():
     floats, integers = statistics([]).arrays()
-    assert floats.shape == (0, len(FLOATS))
-    assert integers.shape == (0, len(INTEGERS))
+    assert floats.shape == (0, len(GRADIENT.floats))
+    assert integers.shape == (0, len(GRADIENT.integers))
     floats, integers = statistics([None, torch.ones(2, device="meta"), torch.empty(0)]).arrays()
     assert integers.tolist() == [[0] * 5, [0] * 5, [1, 0, 0, 0, 0]]
     assert not floats.any()
@@ -274,10 +273,3 @@ def test_statistics_on_several_threads(check):
         check(statistics(tensors), tensors)
     finally:
         torch.set_num_threads(1)
-
-
-def test_columns_equal_the_store_schema():
-    assert (GRADIENT.floats, GRADIENT.integers) == (FLOATS, INTEGERS)
-    assert (UPDATE.floats, UPDATE.integers) == (update.FLOATS, update.INTEGERS)
-    assert (histogram.LOWEST, histogram.BINS) == (HISTOGRAM_LOWEST, HISTOGRAM_BINS)
-    assert (HISTOGRAM.floats, len(HISTOGRAM.integers)) == ((), 1 + histogram.BINS)

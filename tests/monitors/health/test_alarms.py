@@ -10,7 +10,7 @@ import pytest
 
 from backlight.monitor import StoredStep
 from backlight.monitors.health.monitor import AlarmMonitor
-from backlight.store.format.schema import GRADIENT
+from backlight.series import GRADIENT
 
 STEPS = 60
 

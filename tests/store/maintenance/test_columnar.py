@@ -16,8 +16,8 @@ from backlight.analysis import sql
 from backlight.analysis.compare import compare, comparison_json
 from backlight.findings.evaluate import findings_of
 from backlight.records import Finding, Layout, ParameterRecord, Placement, Severity, Subject
+from backlight.series import SERIES
 from backlight.store.errors import RunExistsError, RunFormatError
-from backlight.store.format.schema import SERIES
 from backlight.store.maintenance.compact import compact
 from backlight.store.maintenance.merge_hosts import merge_hosts
 from backlight.store.platform.atomic_json import seal
@@ -248,8 +248,8 @@ def test_an_index_that_lies_is_refused(columns: Path, key: str, value: object, w
 def test_claims_of_more_rows_than_bytes_allow_are_refused(
     columns: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("backlight.store.read.parquet_file.FREE_ROWS", 0)
-    monkeypatch.setattr("backlight.store.read.parquet_file.MAX_ROWS_PER_BYTE", 0)
+    monkeypatch.setattr("backlight.store.read.columnar.FREE_ROWS", 0)
+    monkeypatch.setattr("backlight.store.read.columnar.MAX_ROWS_PER_BYTE", 0)
     with pytest.raises(RunFormatError, match=r"is damaged: \d+ bytes claim \d+ rows"):
         open_run(columns.parent.parent).frame("gradient", "norm")
 

@@ -23,7 +23,7 @@ from backlight.records import (
     Severity,
     Subject,
 )
-from backlight.store.format.schema import GRADIENT, HISTOGRAM, UPDATE
+from backlight.series import GRADIENT, HISTOGRAM, UPDATE
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 

@@ -18,12 +18,7 @@ from backlight.devices import has_async_copies, widest_float
 from backlight.measure.stats.kernels import SCRATCH
 from backlight.measure.stats.packed_matrices import Owned, chunk_size, matrices, stored
 from backlight.measure.transfer import Arrays, Pending, Transfer, TransferBatch, start_copy
-
-LOWEST = -40
-"""Exponent of the first bin: bin i counts 2^(LOWEST+i) <= |g| < 2^(LOWEST+i+1)."""
-
-BINS = 64
-"""Number of bins; the first and the last also take what lies beyond."""
+from backlight.series import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 
 
 class _Float(NamedTuple):
@@ -50,8 +45,8 @@ def histogram(
 
     Values are divided by ``scale`` before they are counted, on their device. ``transfer`` copies the results
     together with others of the same step; without one they are copied at once. The result is float64 ``[P,
-    0]`` and int64 ``[P, 1 + BINS]``: measured (0 or 1), then the bins. Zeros, NaN and infinities are in no
-    bin. Of complex values the magnitude is counted.
+    0]`` and int64 ``[P, 1 + bins]``, the columns of :data:`backlight.series.HISTOGRAM`. Zeros, NaN and
+    infinities are in no bin. Of complex values the magnitude is counted.
     """
     size = len(tensors)
     times_P = np.zeros(size, dtype=np.int64)
@@ -68,10 +63,10 @@ def histogram(
             transfers = [enqueue(_count(kinds, size, device, scale)) for device, kinds in devices.items()]
 
     def finish(received: list[NDArray[np.generic]]) -> Arrays:
-        counts = np.zeros((size, 1 + BINS), dtype=np.int64)
+        counts = np.zeros((size, 1 + HISTOGRAM_BINS), dtype=np.int64)
         counts[:, 0] = times_P > 0
         for table in received:
-            counts[:, 1:] += table.reshape(size, BINS).astype(np.int64) * times_P[:, None]
+            counts[:, 1:] += table.reshape(size, HISTOGRAM_BINS).astype(np.int64) * times_P[:, None]
         return np.zeros((size, 0)), counts
 
     return Pending(transfers, finish)
@@ -80,8 +75,8 @@ def histogram(
 def _count(
     kinds: dict[torch.dtype, Owned], size: int, device: torch.device, scale: Tensor | float | None
 ) -> Tensor:
-    """Return int64 ``[P * BINS]`` of one device."""
-    counts_PB = torch.zeros((size, BINS), dtype=torch.int64, device=device)
+    """Return int64 ``[P * HISTOGRAM_BINS]`` of one device."""
+    counts_PB = torch.zeros((size, HISTOGRAM_BINS), dtype=torch.int64, device=device)
     if isinstance(scale, Tensor):
         scale = scale.detach().to(device, non_blocking=True)
     for dtype, owned in kinds.items():
@@ -90,7 +85,7 @@ def _count(
 
 
 def _count_of_type(owned: Owned, size: int, kind: _Float, scale: Tensor | float | None) -> Tensor:
-    """Return int64 ``[P, BINS]``.
+    """Return int64 ``[P, HISTOGRAM_BINS]``.
 
     First all values are counted by the E possible values of their exponent bits. The highest is that of NaN
     and infinity, the lowest that of subnormal values and of zeros; the zeros are counted again and
@@ -112,8 +107,9 @@ def _count_of_type(owned: Owned, size: int, kind: _Float, scale: Tensor | float 
         index_RW.copy_(field_RW.bitwise_and_(kind.exponent)).add_((owner_R * (kind.exponent + 1))[:, None])
         # Sums of integers do not depend on their order, on any device.
         counts_PE.view(-1).scatter_add_(0, index_RW.view(-1), ones[: x_RW.numel()])
-    bin_E = (torch.arange(kind.exponent, device=device) - (kind.bias + LOWEST)).clamp_(0, BINS - 1)
-    counts_PB = torch.zeros((size, BINS), dtype=torch.int64, device=device)
+    bin_E = torch.arange(kind.exponent, device=device) - (kind.bias + HISTOGRAM_LOWEST)
+    bin_E.clamp_(0, HISTOGRAM_BINS - 1)
+    counts_PB = torch.zeros((size, HISTOGRAM_BINS), dtype=torch.int64, device=device)
     counts_PB.index_add_(1, bin_E, counts_PE[:, :-1])
     counts_PB[:, 0] -= zeros_P
     return counts_PB

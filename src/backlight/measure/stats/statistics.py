@@ -24,12 +24,6 @@ from backlight.measure.stats.kernels import max_by, narrow, non_finite, root_sum
 from backlight.measure.stats.packed_matrices import Owned, chunk_size, chunks, is_host, matrices, stored
 from backlight.measure.transfer import Arrays, HostParts, Pending, Transfer, TransferBatch, start_copy
 
-FLOATS = ("norm", "max_abs", "sum")
-"""Names of the float64 columns, in order."""
-
-INTEGERS = ("measured", "numel", "zeros", "nan", "inf")
-"""Names of the int64 columns, in order."""
-
 COLUMNS = ("norm", "max_abs", "sum", "nonzero", "nan", "inf")
 """Numbers per row, in the order in which they are copied to the host."""
 
@@ -64,7 +58,7 @@ def statistics(
     Returns
     -------
     Pending
-        float64 ``[P, 3]`` in the order of :data:`FLOATS` and int64 ``[P, 5]`` in that of :data:`INTEGERS`.
+        float64 ``[P, 3]`` and int64 ``[P, 5]``, the columns of :data:`backlight.series.GRADIENT`.
         ``norm`` and ``max_abs`` are NaN where any value is NaN, else infinite where any is infinite. Of
         complex values they are those of the magnitude, and ``sum`` is the sum of the real parts. An empty
         tensor is measured as 0, 0, 0.

@@ -23,12 +23,6 @@ from backlight.measure.stats.fused_rows import AddressTable, Entry, entry, fused
 from backlight.measure.stats.kernels import root_sum_squares_by, row_norms
 from backlight.measure.transfer import Arrays, Pending, TransferBatch, start_copy
 
-FLOATS = ("update_norm", "weight_norm")
-"""Names of the float64 columns, in order."""
-
-INTEGERS = ("measured", "sampled", "numel")
-"""Names of the int64 columns, in order."""
-
 PER_TENSOR = 4096
 """Weights sampled of a tensor, about, unless something else is asked for."""
 

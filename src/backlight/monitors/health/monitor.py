@@ -15,7 +15,7 @@ from backlight.measure.stats.statistics import statistics
 from backlight.measure.stats.update import WeightSample
 from backlight.monitor import Gradients, Monitor, RunContext, StoredStep
 from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
-from backlight.store.format.schema import GRADIENT
+from backlight.series import GRADIENT
 
 if TYPE_CHECKING:
     from torch import Tensor

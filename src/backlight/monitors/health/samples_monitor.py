@@ -33,7 +33,7 @@ from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
 from backlight.monitors.health.model.spike_samples import REQUESTED, SAMPLES
 from backlight.processes import available_memory, resident_memory
 from backlight.records import Layout
-from backlight.store.format.schema import GRADIENT
+from backlight.series import GRADIENT
 
 if TYPE_CHECKING:
     from backlight.session.step_recorder import StepRecord

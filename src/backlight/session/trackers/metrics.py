@@ -27,8 +27,8 @@ import numpy.typing as npt
 
 from backlight.monitors.health.model.parameters import GroupError, members
 from backlight.records import Layout, ParameterRecord
+from backlight.series import GRADIENT, UPDATE
 from backlight.session.trackers.base import Point
-from backlight.store.format.schema import GRADIENT, UPDATE
 
 MOST_GROUPS = 32
 """Groups that are made of modules where the user named none."""

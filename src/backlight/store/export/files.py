@@ -21,13 +21,13 @@ import numpy.typing as npt
 from backlight import atomic_files
 from backlight.extras import require
 from backlight.records import Finding
+from backlight.series import SERIES
 from backlight.store.errors import ExportError
 from backlight.store.export.arrow import record_batches, schema_of
 from backlight.store.export.csv_cells import write_rows
 from backlight.store.export.tables import Table, long_table, scalars_table, spectra_table, tables_of
 from backlight.store.format.hdf5_pieces import Filters, h5py_module
 from backlight.store.format.names import storable
-from backlight.store.format.schema import SERIES
 from backlight.store.format.spectra import LAYER
 from backlight.store.read.run import Run
 

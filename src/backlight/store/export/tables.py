@@ -16,9 +16,10 @@ import numpy.typing as npt
 
 from backlight import strict_json
 from backlight.records import Finding
+from backlight.series import SERIES, SeriesSchema
 from backlight.store.errors import ExportError
 from backlight.store.format.names import storable
-from backlight.store.format.schema import SERIES, SeriesSchema, unit_of_scalar
+from backlight.store.format.schema import unit_of_scalar
 from backlight.store.format.spectra import FIELDS, LAYER, NUMBERS, Layer, Measurement
 from backlight.store.format.spectra import Table as Spectrum
 from backlight.store.read import spectra

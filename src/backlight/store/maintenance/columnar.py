@@ -13,6 +13,7 @@ import numpy as np
 
 from backlight import atomic_files
 from backlight.records import to_json
+from backlight.series import SERIES, SeriesSchema
 from backlight.store.errors import RunFormatError
 from backlight.store.format.columnar import (
     INDEX,
@@ -23,7 +24,7 @@ from backlight.store.format.columnar import (
     RankIndex,
 )
 from backlight.store.format.names import columns_folders, columns_name, parse_columns
-from backlight.store.format.schema import COUNTED, SERIES, SeriesSchema
+from backlight.store.format.schema import COUNTED
 from backlight.store.platform import atomic_json
 from backlight.store.platform.filesystem import pinned
 from backlight.store.read import frames, join_ranks

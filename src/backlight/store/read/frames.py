@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.records import Layout, ParameterRecord, Placement
-from backlight.store.format.schema import SERIES, Join, SeriesSchema
+from backlight.series import SERIES, Join, SeriesSchema
 from backlight.store.read.rank_file import Array, Block, Logged, Mask, Steps
 
 

@@ -18,10 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight.records import Finding, ParameterRecord
+from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
 from backlight.store.format import checksums, column_codec, step_bins
 from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
-from backlight.store.format.schema import COUNTED, SERIES, THINNED, is_of_every_step
+from backlight.store.format.schema import COUNTED, THINNED, is_of_every_step
 from backlight.store.platform import atomic_json
 from backlight.store.read import scalar_blocks
 from backlight.store.read.snapshot import Rows, Snapshot

@@ -14,11 +14,12 @@ import numpy.typing as npt
 from backlight import untrusted_files
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.registry import DISPLAYS
+from backlight.series import SERIES, SeriesSchema
 from backlight.store.errors import RunFormatError
 from backlight.store.format.hdf5_pieces import ArrayInfo
 from backlight.store.format.manifest import Progress, read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, storable, written_attempts
-from backlight.store.format.schema import NOT_STORED, SERIES, SeriesSchema, unit_of_scalar
+from backlight.store.format.schema import NOT_STORED, unit_of_scalar
 from backlight.store.read import completeness, frames, join_ranks
 from backlight.store.read.attempt_files import (
     AttemptFiles,

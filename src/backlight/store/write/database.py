@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from backlight import atomic_files, clock, processes
+from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
 from backlight.store.format import checksums, column_codec, scalar_codec, step_bins
 from backlight.store.format.scalar_codec import LoggedValues
@@ -23,11 +24,10 @@ from backlight.store.format.schema import (
     COUNTED,
     DATABASE_KIND,
     FORMAT_VERSION,
-    SERIES,
     TABLES,
     THINNED,
     is_of_every_step,
-)  # fmt: skip
+)
 from backlight.store.platform import atomic_json
 from backlight.store.platform.connections import Connection, connect
 

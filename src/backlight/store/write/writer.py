@@ -24,11 +24,12 @@ from backlight import clock
 from backlight.interrupts import is_interrupt, suppressed
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.redaction import Redaction
+from backlight.series import SERIES
 from backlight.store.errors import RunWriteError
 from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress
 from backlight.store.format.names import ARRAYS, database_name, storable
-from backlight.store.format.schema import DISK_LIMIT, NOT_STORED, SERIES
+from backlight.store.format.schema import DISK_LIMIT, NOT_STORED
 from backlight.store.platform import atomic_json, filesystem
 from backlight.store.write.arrays import ArrayWriter, write_evidence
 from backlight.store.write.attempt import Entry, enter

@@ -17,10 +17,11 @@ from backlight.capture.modules import named_parameters
 from backlight.capture.parameters import local
 from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.measure.stats.kernels import root_sum_squares
-from backlight.measure.stats.statistics import FLOATS, INTEGERS, statistics
+from backlight.measure.stats.statistics import statistics
 from backlight.measure.transfer import Pending as Measured
 from backlight.monitors.health.model.parameters import members, ratio
 from backlight.monitors.health.model.score import ScoreLimits, exploding, health, vanishing
+from backlight.series import GRADIENT
 
 Parameters = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """A module, its ``parameters()``, its ``named_parameters()`` or any tensors with a ``.grad``."""
@@ -121,8 +122,8 @@ class Pending:
 
     def _evaluate(self) -> Collected:
         floats, integers = self._measuring.arrays()
-        norm, max_abs, total = (floats[:, FLOATS.index(c)] for c in ("norm", "max_abs", "sum"))
-        count = {c: integers[:, INTEGERS.index(c)] for c in INTEGERS}
+        norm, max_abs, total = (floats[:, GRADIENT.floats.index(c)] for c in ("norm", "max_abs", "sum"))
+        count = {c: integers[:, i] for i, c in enumerate(GRADIENT.integers)}
         measured = count["measured"] > 0
         size = np.where(count["numel"] > 0, count["numel"], 1)
         rms, mean = norm / np.sqrt(size), total / size

@@ -15,7 +15,7 @@ from backlight.report.frames import COLUMNS, SPREAD, Buckets, ParameterFrames, S
 from backlight.report.panel import Drawn, Fact, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.report.step_gaps import step_gaps
-from backlight.store.format.schema import HISTOGRAM_BINS, HISTOGRAM_LOWEST
+from backlight.series import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 from backlight.text import number, visible
 
 MAX_EXACT_CELLS = 12_000
