@@ -5,16 +5,20 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
+from backlight.store.format.schema import TYPES
+
 _SERIES_KEY = struct.Struct("<qqq")
-_BLOCK_KEY = struct.Struct("<qqqq")
+
+_CODES = {int: "q", (int, NoneType): "q", float: "d"}
 
 _NUMBERS = {
-    "parameter_table": struct.Struct("<q"),
-    "scalar_name": struct.Struct("<q"),
-    "event": struct.Struct("<qqd"),
-    "finding": struct.Struct("<qd"),
+    table: struct.Struct(
+        "<" + "".join(_CODES.get(kind, "") for name, kind in columns.items() if name != "crc")
+    )
+    for table, columns in TYPES.items()
 }
 """Layout of the leading columns of each table, which are numbers; the others are text."""
 
@@ -28,7 +32,9 @@ def of_series_row(part: int, step: int, table: int, floats: bytes, integers: byt
 
 def of_block(row: int, first: int, count: int, step: int, floats: bytes, integers: bytes) -> int:
     """Return the CRC-32 over a block of scalars: its leading columns as int64, then its blobs."""
-    return zlib.crc32(integers, zlib.crc32(floats, zlib.crc32(_BLOCK_KEY.pack(row, first, count, step))))
+    return zlib.crc32(
+        integers, zlib.crc32(floats, zlib.crc32(_NUMBERS["scalar"].pack(row, first, count, step)))
+    )
 
 
 def of_row(table: str, values: Sequence[Any]) -> int:

@@ -8,6 +8,8 @@ reads or writes numbers goes by these tables; a change to them is a new ``FORMAT
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import NoneType
+from typing import Any
 
 from backlight.series import SERIES
 
@@ -72,27 +74,37 @@ COMPRESSIONS = ("gzip", "lzf", "none")
 
 DATABASE_KIND = "backlight rank database"
 
-TABLES: dict[str, str] = {
-    "meta": "CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    "parameter_table": "CREATE TABLE parameter_table (id INTEGER PRIMARY KEY, json TEXT NOT NULL,"
-    " crc INTEGER NOT NULL)",
-    "scalar_name": "CREATE TABLE scalar_name (id INTEGER PRIMARY KEY, source TEXT NOT NULL,"
-    " name TEXT NOT NULL, crc INTEGER NOT NULL)",
-    "scalar": "CREATE TABLE scalar (id INTEGER PRIMARY KEY, first INTEGER NOT NULL, count INTEGER NOT NULL,"
-    " step INTEGER NOT NULL, crc INTEGER NOT NULL, floats BLOB NOT NULL, ints BLOB NOT NULL)",
-    "event": "CREATE TABLE event (id INTEGER PRIMARY KEY, step INTEGER, time REAL NOT NULL,"
-    " kind TEXT NOT NULL, payload TEXT NOT NULL, crc INTEGER NOT NULL)",
-    "finding": "CREATE TABLE finding (id INTEGER PRIMARY KEY, time REAL NOT NULL, json TEXT NOT NULL,"
-    " crc INTEGER NOT NULL)",
+_BLOBS = "crc INTEGER NOT NULL, floats BLOB NOT NULL, ints BLOB NOT NULL"
+_DECLARED = {
+    "meta": "key TEXT PRIMARY KEY, value TEXT NOT NULL",
+    "parameter_table": "id INTEGER PRIMARY KEY, json TEXT NOT NULL, crc INTEGER NOT NULL",
+    "scalar_name": "id INTEGER PRIMARY KEY, source TEXT NOT NULL, name TEXT NOT NULL, crc INTEGER NOT NULL",
+    "scalar": "id INTEGER PRIMARY KEY, first INTEGER NOT NULL, count INTEGER NOT NULL, step INTEGER NOT NULL,"
+    f" {_BLOBS}",
+    "event": "id INTEGER PRIMARY KEY, step INTEGER, time REAL NOT NULL, kind TEXT NOT NULL,"
+    " payload TEXT NOT NULL, crc INTEGER NOT NULL",
+    "finding": "id INTEGER PRIMARY KEY, time REAL NOT NULL, json TEXT NOT NULL, crc INTEGER NOT NULL",
     **{
-        f"series_{name}": f"CREATE TABLE series_{name} (id INTEGER PRIMARY KEY, part INTEGER NOT NULL,"
-        " step INTEGER NOT NULL, parameters INTEGER NOT NULL, crc INTEGER NOT NULL, floats BLOB NOT NULL,"
-        " ints BLOB NOT NULL)"
+        f"series_{name}": "id INTEGER PRIMARY KEY, part INTEGER NOT NULL, step INTEGER NOT NULL,"
+        f" parameters INTEGER NOT NULL, {_BLOBS}"
         for name in SERIES
     },
 }
+
+TABLES: dict[str, str] = {name: f"CREATE TABLE {name} ({columns})" for name, columns in _DECLARED.items()}
 """Every table of a database. A row of ``scalar`` is a block: ``first`` and ``id`` are the numbers of its
 first and last value, counted from 1 in the order of logging, and ``step`` is the highest of its steps."""
+
+_TYPES = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
+
+TYPES: dict[str, dict[str, Any]] = {
+    table: {
+        name: _TYPES[kind] if rest else (_TYPES[kind], NoneType)
+        for name, kind, *rest in (column.split() for column in columns.split(", "))
+    }
+    for table, columns in _DECLARED.items()
+}
+"""Types of the columns of each table, in order: SQLite itself enforces none."""
 
 COUNTED = tuple(name for name in TABLES if name != "meta")
 """Tables to which rows are only added; the highest id of each is how far a file goes."""

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -22,7 +21,7 @@ from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
 from backlight.store.format import checksums, column_codec, step_bins
 from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
-from backlight.store.format.schema import COUNTED, THINNED, is_of_every_step
+from backlight.store.format.schema import COUNTED, THINNED, TYPES, is_of_every_step
 from backlight.store.platform import atomic_json
 from backlight.store.read import scalar_blocks
 from backlight.store.read.snapshot import Rows, Snapshot
@@ -41,14 +40,6 @@ Logged = tuple[Steps, npt.NDArray[np.float64]]
 
 Window = tuple[int, int]
 """The first global step, and the one behind the last."""
-
-_COLUMNS: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "parameter_table": ("id, json", (int, str)),
-    "scalar_name": ("id, source, name", (int, str, str)),
-    "event": ("id, step, time, kind, payload", (int, (int, NoneType), float, str, str)),
-    "finding": ("id, time, json", (int, float, str)),
-}
-"""Columns of the tables without blobs, and their types."""
 
 _SERIES_COLUMNS = "step, parameters, crc, floats, ints, part"
 _SERIES_TYPES = (int, int, int, bytes, bytes, int)
@@ -333,11 +324,11 @@ class RankFile:
 
     def last_event(self, kind: str) -> dict[str, Any] | None:
         """Return the payload of the last event of a kind, without reading the others; None without one."""
-        columns, types = _COLUMNS["event"]
-        select = f"SELECT {columns}, crc FROM event WHERE kind = ? AND id <= ? ORDER BY id DESC LIMIT 1"
+        select = "SELECT * FROM event WHERE kind = ? AND id <= ? ORDER BY id DESC LIMIT 1"
+        types = TYPES["event"].values()
         with contextlib.suppress(RunFormatError):
-            for *row, crc in self._snapshot.rows(select, (kind, self.last["event"])):
-                if all(map(isinstance, row, types)) and crc == checksums.of_row("event", row):
+            for row in self._snapshot.rows(select, (kind, self.last["event"])):
+                if all(map(isinstance, row, types)) and row[-1] == checksums.of_row("event", row[:-1]):
                     return self._parsed("event", row[4], _mapping)
         return None
 
@@ -428,8 +419,7 @@ class RankFile:
 
     def _checked(self, table: str) -> Rows:
         """Return the rows of a table without blobs whose checksum is right."""
-        columns, types = _COLUMNS[table]
-        rows = self._rows(f"{columns}, crc", table, (*types, int))
+        rows = self._rows("*", table, [*TYPES[table].values()])
         checked = [row[:-1] for row in rows if row[-1] == checksums.of_row(table, row[:-1])]
         if len(checked) != len(rows):
             self._lose(f"{len(rows) - len(checked)} rows of table {table} were changed and are left out")

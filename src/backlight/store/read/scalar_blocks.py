@@ -8,10 +8,11 @@ from typing import Any
 from backlight.store.errors import RunFormatError
 from backlight.store.format import checksums, scalar_codec
 from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
+from backlight.store.format.schema import TYPES
 from backlight.store.read.snapshot import Snapshot
 
-_COLUMNS = "id, first, count, step, crc, floats, ints"
-_TYPES = (int, int, int, int, int, bytes, bytes)
+_COLUMNS = ", ".join(TYPES["scalar"])
+_TYPES = [*TYPES["scalar"].values()]
 
 
 def read(snapshot: Snapshot, last: int, after: int) -> tuple[LoggedValues, int]:

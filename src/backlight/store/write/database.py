@@ -26,6 +26,7 @@ from backlight.store.format.schema import (
     FORMAT_VERSION,
     TABLES,
     THINNED,
+    TYPES,
     is_of_every_step,
 )
 from backlight.store.platform import atomic_json
@@ -65,16 +66,10 @@ Row = tuple[int, int, int, npt.NDArray[np.float64], npt.NDArray[np.int64]]
 """Part, step, id of the parameter table, floats ``[P, F]``, integers ``[P, I]``."""
 
 _INSERTS = {
-    "parameter_table": "INSERT INTO parameter_table VALUES (?, ?, ?)",
-    "scalar_name": "INSERT INTO scalar_name VALUES (?, ?, ?, ?)",
-    "scalar": "INSERT INTO scalar VALUES (?, ?, ?, ?, ?, ?, ?)",
-    "event": "INSERT INTO event VALUES (?, ?, ?, ?, ?, ?)",
-    "finding": "INSERT INTO finding VALUES (?, ?, ?, ?)",
-    **{
-        f"series_{name}": f"INSERT INTO series_{name} (part, step, parameters, crc, floats, ints)"
-        " VALUES (?, ?, ?, ?, ?, ?)"
-        for name in SERIES
-    },
+    table: f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
+    for table in COUNTED
+    # SQLite numbers the rows of series.
+    for names in [[name for name in TYPES[table] if name != "id" or not table.startswith("series_")]]
 }
 
 
