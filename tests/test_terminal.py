@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import backlight
-from backlight.store.export.csv_cells import write_rows
+from backlight.store.export.files import write_rows
 from backlight.store.write.writer import RunWriter
 from backlight.terminal import make_console, write
 

@@ -16,8 +16,7 @@ from typing import Any, TextIO
 
 from backlight.findings.evaluate import findings_of
 from backlight.store.export.arrow import record_batches, schema_of
-from backlight.store.export.csv_cells import write_rows
-from backlight.store.export.files import TABLE_ENDINGS, check_target, publish_files
+from backlight.store.export.files import TABLE_ENDINGS, check_target, publish_files, write_rows
 from backlight.store.export.tables import Table, tables_of
 from backlight.store.read.run import Run
 from backlight.text import visible

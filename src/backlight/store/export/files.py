@@ -10,10 +10,11 @@ measured is null, an empty field or NaN with ``measured`` 0; it is never a numbe
 from __future__ import annotations
 
 import contextlib
+import csv
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +25,6 @@ from backlight.records import Finding
 from backlight.series import SERIES
 from backlight.store.errors import ExportError
 from backlight.store.export.arrow import record_batches, schema_of
-from backlight.store.export.csv_cells import write_rows
 from backlight.store.export.tables import Table, long_table, scalars_table, spectra_table, tables_of
 from backlight.store.format.hdf5_pieces import Filters, h5py_module
 from backlight.store.format.names import storable
@@ -33,6 +33,9 @@ from backlight.store.read.run import Run
 
 TABLE_ENDINGS = (".csv", ".parquet")
 ENDINGS = (*TABLE_ENDINGS, ".h5")
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""First characters by which a spreadsheet takes a cell for a formula, or for one after a separator."""
 
 
 class Rows(enum.StrEnum):
@@ -226,3 +229,22 @@ def _write_array(run: Run, file: Any, name: str, path: str) -> None:
 
 def _hdf5_text(text: str) -> str:
     return storable(text).replace("\0", "\\0")
+
+
+def write_rows(file: TextIO, rows: Iterable[Iterable[Any]], *, raw: bool = False) -> None:
+    """Write rows as CSV; a text that begins like a formula, and is no number, gets a quote in front.
+
+    With ``raw`` every text stays as it is.
+    """
+    writer = csv.writer(file)
+    writer.writerows(rows if raw else ([_neutral(value) for value in row] for row in rows))
+
+
+def _neutral(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith(FORMULA):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return f"'{value}"
+    return value

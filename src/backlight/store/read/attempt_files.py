@@ -33,8 +33,7 @@ from backlight.store.format.names import (
 from backlight.store.format.schema import WATCHDOG_RANK
 from backlight.store.platform import atomic_json
 from backlight.store.read.columnar import ColumnarDataset, ColumnarRank
-from backlight.store.read.rank_file import RankFile, check_identity
-from backlight.store.read.snapshot import Snapshot
+from backlight.store.read.rank_file import RankFile, check_identity, open_rank_file
 
 _MAX_NAMED_RANKS = 16
 _MAX_HELD_FILES = 16
@@ -114,11 +113,7 @@ def open_attempt(run: Path, entry: AttemptEntry, run_id: str, *, folder: Path | 
 def _open_file(out: AttemptFiles, path: Path, rank: int, **how: bool) -> list[RankFile]:
     """Return a file, or nothing and a loss where it cannot be read; ``how`` is as for a snapshot."""
     try:
-        snapshot = Snapshot(path, **how)
-        check_identity(path, snapshot.meta, rank, out.run_id, out.entry.launch)
-        return [
-            RankFile(path, snapshot, attempt=out.entry.index, rank=rank, step_offset=out.entry.step_offset)
-        ]
+        return [open_rank_file(path, rank, out.entry, out.run_id, **how)]
     except RunFormatError as error:
         out.losses.append(str(error))
         return []

@@ -20,6 +20,7 @@ from backlight.records import Finding, ParameterRecord
 from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
 from backlight.store.format import checksums, column_codec, step_bins
+from backlight.store.format.manifest import AttemptEntry
 from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
 from backlight.store.format.schema import COUNTED, THINNED, TYPES, is_of_every_step
 from backlight.store.platform import atomic_json
@@ -434,6 +435,13 @@ class RankFile:
 
     def _lose(self, what: str) -> None:
         self.losses[f"{self.path}: {what}"] = None
+
+
+def open_rank_file(path: Path, rank: int, entry: AttemptEntry, run_id: str, **how: bool) -> RankFile:
+    """Open a database of an attempt; ``how`` is as for a snapshot. Raises as :func:`check_identity`."""
+    snapshot = Snapshot(path, **how)
+    check_identity(path, snapshot.meta, rank, run_id, entry.launch)
+    return RankFile(path, snapshot, attempt=entry.index, rank=rank, step_offset=entry.step_offset)
 
 
 def latest(logged: Sequence[Logged]) -> Logged:

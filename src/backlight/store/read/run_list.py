@@ -29,8 +29,7 @@ from backlight.store.format.names import (
 from backlight.store.format.schema import EVALUATED, WATCHDOG_RANK
 from backlight.store.read.columnar import ColumnarDataset, ColumnarRank
 from backlight.store.read.completeness import shortfall_of_first
-from backlight.store.read.rank_file import RankFile, check_identity
-from backlight.store.read.snapshot import Snapshot
+from backlight.store.read.rank_file import RankFile, open_rank_file
 from backlight.text import visible
 
 _ENDED = {RunStatus.FINISHED, RunStatus.FAILED}
@@ -242,11 +241,10 @@ def _newest_files(path: Path, entry: AttemptEntry, run_id: str, *, live: bool) -
     names = unmerged((name, span) for name, span in spans.items() if span[0] == first and not files)
     wanted = [(folder / name, first) for name in names[-1:]]
     wanted += [(folder / name, WATCHDOG_RANK) for name in children if WATCHDOG_DATABASE.fullmatch(name)]
-    for file, rank in wanted:
-        snapshot = Snapshot(file, live=live and rank == first, hold=True)
-        check_identity(file, snapshot.meta, rank, run_id, entry.launch)
-        files.append(RankFile(file, snapshot, attempt=entry.index, rank=rank, step_offset=entry.step_offset))
-    return files
+    return files + [
+        open_rank_file(file, rank, entry, run_id, live=live and rank == first, hold=True)
+        for file, rank in wanted
+    ]
 
 
 def _seconds(entry: AttemptEntry) -> float:
