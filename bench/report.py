@@ -86,11 +86,14 @@ def main() -> None:
     )
     parser.add_argument("--blocks", type=int, default=42, help="12 parameters each, and 3 besides")
     parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--every", type=int, default=1, help="steps of which one is recorded")
     parser.add_argument("--times", type=int, default=5, help="openings in a browser")
     options = parser.parse_args()
-    spike, broken = options.steps // 2 + 17, options.steps * 9 // 10
+    every = options.every
+    spike, broken = (options.steps // 2 + 17) // every * every, options.steps * 9 // 10
     plan = Plan(
         steps=options.steps,
+        every=options.every,
         blocks=options.blocks,
         spike_row=9,
         spike_step=spike,
@@ -113,12 +116,14 @@ def main() -> None:
             seconds.append(time.perf_counter() - start)
         frames = Source(run).frames
         high = frames.extremes["rms"].high[:, 9]
-        kept = np.nanmax(high) == run.frame("gradient", "rms").values[spike, 9]
-        bad = frames.extremes["rms"].broken[:, 5].sum() == options.steps - broken
+        kept = np.nanmax(high) == run.frame("gradient", "rms").values[spike // every, 9]
+        bad = frames.extremes["rms"].broken[:, 5].sum() == len(
+            range(0, options.steps, every)[-(-broken // every) :]
+        )
         memory = report_memory(path, Path(folder) / "again.html")
         opened = opening(target, options.times) if options.times else []
         size = target.stat().st_size / 1e6
-    raw = len(names) * options.steps * len(COLUMNS) * 8 * 4 / 3 / 1e6
+    raw = len(names) * options.steps // every * len(COLUMNS) * 8 * 4 / 3 / 1e6
     table = Table(title=f"report of {len(names)} parameters x {options.steps:,} steps")
     table.add_column("figure")
     table.add_column("value", justify="right")

@@ -19,7 +19,10 @@ from backlight.store.read.frames import Frame
 from backlight.store.read.rank_file import POSITION, Logged, RankFile, Window
 
 MAX_CACHE_BYTES = 512 * 1024 * 1024
-"""Of decoded columns; the least recently used one goes first."""
+"""Of decoded columns of a growing run; the least recently used one goes first."""
+
+MAX_READING_BYTES = 128 * 1024 * 1024
+"""The same of a run that is read once: what uses a column uses it several times in a row."""
 
 MAX_VERSIONS = 2
 """Readings whose columns are kept: a page shows a slightly older reading than the newest."""
@@ -50,7 +53,8 @@ class _Column:
 class DecodeCache:
     """Decoded numbers of one run, of one reading or of all readings while it grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int | None = None) -> None:
+        self._most_bytes = MAX_CACHE_BYTES if most_bytes is None else most_bytes
         self._columns: OrderedDict[tuple[Any, ...], _Column] = OrderedDict()
         self._scalars: dict[Path, tuple[object, int, dict[int, Logged]]] = {}
         self._lock = threading.RLock()
@@ -84,7 +88,8 @@ class DecodeCache:
                 if len(held.versions) > MAX_VERSIONS:
                     del held.versions[next(iter(held.versions))]
                 while (
-                    sum(c.nbytes for c in self._columns.values()) > MAX_CACHE_BYTES and len(self._columns) > 1
+                    sum(c.nbytes for c in self._columns.values()) > self._most_bytes
+                    and len(self._columns) > 1
                 ):
                     self._columns.popitem(last=False)
             return held.versions[mark]

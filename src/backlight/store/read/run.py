@@ -28,7 +28,7 @@ from backlight.store.read.attempt_files import (
     evidence_paths,
     open_attempt,
 )
-from backlight.store.read.decode_cache import MAX_CACHE_BYTES, DecodeCache
+from backlight.store.read.decode_cache import MAX_READING_BYTES, DecodeCache
 from backlight.store.read.frames import Frame, Holders
 from backlight.store.read.join_ranks import RankState, Spread
 from backlight.store.read.rank_file import Block, RankFile, Window, latest
@@ -48,7 +48,7 @@ __all__ = [
     "open_run",
 ]
 
-MAX_KEPT_ROWS_BYTES = MAX_CACHE_BYTES // 2
+MAX_KEPT_ROWS_BYTES = 256 * 1024 * 1024
 """Databases of at most this size keep their encoded rows: rules ask for one column after the other."""
 
 MAX_EVIDENCE_BYTES = 64 * 1024 * 1024
@@ -114,7 +114,7 @@ class Run:
     ) -> None:
         self.path = path
         self.mirror: Mirror | None = None
-        self._cache = cache or DecodeCache()
+        self._cache = cache or DecodeCache(MAX_READING_BYTES)
         written = written_attempts(path)  # first: the manifest lists an attempt before its files appear
         self._manifest = read_manifest(path)
         if progress is not None:
