@@ -69,6 +69,13 @@ class SeenOptimizers:
         """Return the optimizers that exist and are in use."""
         return [optimizer for optimizer in self.known() if id(optimizer) in self._in_use]
 
+    def is_any_alive(self) -> bool:
+        """Return whether :meth:`alive` has any."""
+        for reference in self._references:
+            if id(reference()) in self._in_use and reference() is not None:
+                return True
+        return False
+
     def known(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that exist, in use or not."""
         self._references = [r for r in self._references if r() is not None]

@@ -144,14 +144,14 @@ class StepInputs(Listener):
         self._given: list[tuple[int, Sequence[int] | None]] = []
         self._held = 0
         self._unseen = 0
-        self._usual = 1, 1  # forward passes of the two steps before: some loops alternate
+        self._last = self._most = 1  # forward passes of the step before, and of two: some loops alternate
 
     def restart(self) -> None:
         """Drop what is held: a step begins, or nothing more is wanted of this one."""
         for call in self.calls:
             call.forget()
         if self.calls:
-            self._usual = self._usual[1], len(self.calls)
+            self._most, self._last = max(self._last, len(self.calls)), len(self.calls)
         self.calls, self._inside, self._depth = [], None, 0
         self._held = self._unseen = 0
         self.scaler = self.loss = None
@@ -190,7 +190,7 @@ class StepInputs(Listener):
         call = ForwardCall(*where, devices, autocast, versions, *known)
         self.calls.append(call)
         self._inside = call, arguments
-        if not self._may_keep():
+        if len(self.calls) > self._most and not self.is_requested:
             self._release()
 
     def forward_outputs(self, module: nn.Module, result: Any) -> None:
@@ -220,7 +220,8 @@ class StepInputs(Listener):
         """Take the losses of single samples, if one forward belongs to this backward."""
         self.loss = roots[0].detach() if len(roots) == 1 and roots[0].numel() == 1 else None
         new, self._unseen = self.calls[self._unseen :], len(self.calls)
-        if self._may_keep():
+        # A script that computes gradients for something else may never make a step.
+        if self.is_requested or (len(self.calls) <= self._most and HUB.optimizers.is_any_alive()):
             for call in new:
                 call.keep()
         if self.keeps and len(new) == len(roots) == 1:
@@ -233,14 +234,8 @@ class StepInputs(Listener):
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Leave it to the script how long the batch exists; another optimizer may follow."""
-        self._release()
-
-    def _may_keep(self) -> bool:
-        """Return whether a step may be about to come that has as many forward passes as there are now.
-
-        A script that computes gradients for something else may never make one.
-        """
-        return self.is_requested or (len(self.calls) <= max(self._usual) and bool(HUB.optimizers.alive()))
+        if self.calls:
+            self._release()
 
     def _release(self) -> None:
         for call in self.calls:
