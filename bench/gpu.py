@@ -39,7 +39,7 @@ BY_HAND = "## On the simulated device"
 """From this heading on the page is written by hand, and kept."""
 
 WHEELS = (
-    "torch", "numpy", "pytest", "filelock", "h5py", "markdown-it-py", "msgspec", "psutil", "pydantic",
+    "torch", "numpy", "pytest", "filelock", "h5py", "markdown-it-py", "msgspec", "psutil",
     "rich", "scipy", "typer",
 )  # fmt: skip
 """What has to be installed; backlight itself is found on PYTHONPATH."""

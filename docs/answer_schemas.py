@@ -18,6 +18,7 @@ from backlight.analysis.ab_test import ABTest
 from backlight.analysis.compare import Comparison
 from backlight.analysis.side_by_side import Row
 from backlight.cli.doctor import Check
+from backlight.codec import NOT_FINITE
 from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory
 from backlight.diagnose.profile.result import ProfileResult
 from backlight.diagnose.scaling.sweep import Scaling
@@ -30,7 +31,6 @@ from backlight.monitors.steptime.model.step_comparison import TimeComparison, Ti
 from backlight.records import Finding
 from backlight.store.format.spectra import NUMBERS
 from backlight.store.read.run_list import ListedRun
-from backlight.strict_json import NOT_FINITE
 from backlight.trace.analysis import Analysis
 from backlight.trace.trace_diff import TraceDiff
 from backlight.watchdog.attach import Attached, AttachedDumps, AttachedJob
@@ -43,6 +43,14 @@ def _with(kind: Any, name: str = "", /, **fields: Any) -> Any:
     hints = get_type_hints(kind, include_extras=True)
     own = {field: hint for field, hint in hints.items() if get_origin(hint) is not ClassVar}
     found: Any = TypedDict(name or kind.__name__, {**own, **fields})  # type: ignore[misc]  # not a literal
+    found.__doc__ = kind.__doc__
+    return found
+
+
+def _without(kind: Any, field: str) -> Any:
+    """Return the type of an object with the fields of ``kind`` except one."""
+    hints = {name: hint for name, hint in get_type_hints(kind, include_extras=True).items() if name != field}
+    found: Any = TypedDict(kind.__name__, hints)  # type: ignore[misc]  # not a literal
     found.__doc__ = kind.__doc__
     return found
 
@@ -303,7 +311,7 @@ ANSWERS: Mapping[str, Any] = {
     "grok estimate": _Estimate,
     "grok list": list[_Experiment],
     "ls": list[ListedRun],
-    "memory": MeasuredMemory | PredictedMemory,
+    "memory": _without(MeasuredMemory, "account") | _without(PredictedMemory, "account"),
     "nan": _Origin,
     "profile": _with(ProfileResult, findings=list[Finding]),
     "query": list[Mapping[str, Any]],

@@ -17,8 +17,7 @@ from cases import CASES
 
 ROOT = Path(__file__).parents[1]
 READER = {
-    *("numpy", "numpy.libs", "pyarrow", "pydantic", "pydantic_core", "annotated_types"),
-    *("typing_inspection", "typing_extensions.py", "rich", "markdown_it", "mdurl", "pygments"),
+    *("numpy", "numpy.libs", "pyarrow", "msgspec", "rich", "markdown_it", "mdurl", "pygments"),
     *("typer", "shellingham", "click", "annotated_doc", "filelock", "psutil"),
 }
 

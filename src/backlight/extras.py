@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 EXTRA_OF = {
-    "torch": "torch", "pyarrow": "parquet", "msgspec": "trace",
+    "torch": "torch", "pyarrow": "parquet",
     "h5py": "research", "scipy": "research", "yaml": "research", "sklearn": "research",
     "ruptures": "research", "matplotlib": "plots", "starlette": "live", "uvicorn": "live",
     "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "prometheus_client": "prometheus",

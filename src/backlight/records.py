@@ -1,25 +1,17 @@
 """Records and enumerations that all layers share: frozen, without torch.
 
-Nothing here computes. A record turns into plain JSON types by :func:`to_json` and back by its own
-``from_json``, which ignores keys that a newer backlight may have added.
+Nothing here computes. :mod:`backlight.codec` turns records into JSON and back.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
-import functools
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
 
-from backlight.exact_types import exact
 from backlight.text import html_of
-
-R = TypeVar("R", bound="Record")
 
 OTHERS = "other ranks"
 """What a process does not observe if it could not join the others."""
@@ -113,95 +105,8 @@ class RunStatus(enum.StrEnum):
     UNKNOWN = "unknown"
 
 
-def to_json(record: Any) -> Any:
-    """Turn records, enumerations, tuples and mappings into what :mod:`json` writes."""
-    if dataclasses.is_dataclass(record) and not isinstance(record, type):
-        return {f.name: to_json(getattr(record, f.name)) for f in dataclasses.fields(record)}
-    if isinstance(record, enum.Enum):
-        return record.value
-    if isinstance(record, Mapping):
-        return {str(key): to_json(value) for key, value in record.items()}
-    if isinstance(record, (list, tuple)):
-        return [to_json(value) for value in record]
-    return record
-
-
-MAX_EXACT = 300
-"""Records of one class after which building pydantic's validator, which is faster, pays off."""
-
-ROW_CHARACTERS = 1000
-"""JSON of a record has fewer: a longer text has more rows than pydantic needs to pay off."""
-
-_exact_reads: collections.Counter[type] = collections.Counter()
-
-
-@functools.cache
-def _adapter(cls: Any) -> Any:
-    # Here, since commands that read no record need not import it.
-    from pydantic import TypeAdapter  # noqa: PLC0415
-
-    return TypeAdapter(cls)
-
-
-class Record:
-    """A record that is stored as JSON; keys that a newer backlight may have added are ignored."""
-
-    __slots__ = ()
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Return the record that :func:`to_json` wrote; raise ValueError where it is none."""
-        if _exact_reads[cls] < MAX_EXACT:
-            _exact_reads[cls] += 1
-            if (found := exact(cls, data)) is not None:
-                return found
-        record: Self = _validated(cls, cls, data)
-        return record
-
-    @classmethod
-    def tuple_from_json(cls, text: str) -> tuple[Self, ...]:
-        """Return the records of a JSON list; raise as :meth:`from_json`."""
-        if (rows := _exact_rows(cls, text)) is not None:
-            return rows
-        kind = tuple[cls, ...]  # type: ignore[valid-type]  # a type for pydantic
-        try:
-            records: tuple[Self, ...] = _adapter(kind).validate_json(text)
-        except ValueError:  # pydantic's parser refuses lone surrogates, which names may have
-            try:
-                data = json.loads(text)
-            except RecursionError:
-                raise ValueError(f"{cls.__name__}: nests too deeply") from None
-            records = _validated(cls, kind, data)
-        return records
-
-
-def _exact_rows(cls: type[R], text: str) -> tuple[R, ...] | None:
-    """Return the records of a short list whose rows all have the types of the fields, else None."""
-    if _exact_reads[cls] >= MAX_EXACT or len(text) > MAX_EXACT * ROW_CHARACTERS:
-        return None
-    try:
-        rows = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if type(rows) is not list or len(rows) > MAX_EXACT:
-        return None
-    _exact_reads[cls] += len(rows)
-    found = [exact(cls, row) for row in rows]
-    return tuple(row for row in found if row is not None) if None not in found else None
-
-
-def _validated(cls: type[Record], kind: Any, data: Any) -> Any:
-    from pydantic import ValidationError  # noqa: PLC0415 - as in _adapter
-
-    try:
-        return _adapter(kind).validate_python(data)
-    except ValidationError as error:  # its own text has several lines
-        problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:3]]
-        raise ValueError(f"{cls.__name__}: {'; '.join(problems)}") from None
-
-
 @dataclass(frozen=True, slots=True)
-class Placement(Record):
+class Placement:
     """Position of the local part of a parameter in the whole, without any torch type.
 
     ``offset`` and ``global_shape`` are in elements per dimension. ``replicas`` counts the ranks
@@ -216,7 +121,7 @@ class Placement(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class ParameterRecord(Record):
+class ParameterRecord:
     """One row of a parameter table: position in the table is position on the axis of a series.
 
     ``aliases`` are further names of the same tensor (tied weights are one row). ``group`` is the
@@ -252,7 +157,7 @@ class ParameterRecord(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Subject(Record):
+class Subject:
     """Subject of a finding; a field is None where it does not apply or is not known."""
 
     parameter: str | None = None
@@ -265,7 +170,7 @@ class Subject(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence(Record):
+class Evidence:
     """One measurement that a finding rests on.
 
     ``path`` names it inside the run: ``series/gradient/norm/<parameter>``, ``scalars/loss``,
@@ -279,7 +184,7 @@ class Evidence(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding(Record):
+class Finding:
     """A statement that can be wrong, with its evidence, a fix and what would refute it.
 
     ``title`` is one line of at most 80 characters, ``detail`` one to three sentences with the numbers. A rule
@@ -334,7 +239,7 @@ class Finding(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint(Record):
+class Fingerprint:
     """Facts that must agree before two runs are compared.
 
     ``script_hash`` is that of the script's content, without the modules that it imports. ``arguments`` are

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from answers import strict_loads
-from backlight import strict_json
+from backlight import codec
 from backlight.analysis.compare import ComparabilityError, Comparison, compare, comparison_json
 from backlight.analysis.fingerprint_diff import Role, arguments
 from backlight.analysis.repeats import groups_of_repeats
@@ -148,7 +148,7 @@ def test_value_that_is_not_finite_is_not_missing(tmp_path: Path) -> None:
     found = compare((write(tmp_path / "a"), write(tmp_path / "b", loss=float("nan"))))
     row = next(row for row in found.rows if row.name == "final loss")
     assert (row.texts, row.ratio, row.is_equal) == (("1.41", "NaN"), None, False)
-    written = strict_loads(strict_json.dump(comparison_json(found)))
+    written = strict_loads(codec.encode(comparison_json(found)))
     assert written["rows"][0]["values"] == [pytest.approx(1.41), "NaN"]
 
 

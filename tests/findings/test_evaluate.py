@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from backlight import codec
 from backlight.findings.evaluate import (
     FindingNameError,
     RuleFailedWarning,
@@ -19,7 +20,7 @@ from backlight.findings.evaluate import (
     separate_hints,
 )
 from backlight.findings.limits import ThresholdError
-from backlight.records import Finding, FindingKind, Made, ParameterRecord, Severity, Subject, to_json
+from backlight.records import Finding, FindingKind, Made, ParameterRecord, Severity, Subject
 from backlight.registry import RULES, Rule
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
@@ -130,7 +131,7 @@ def test_rules_mark_their_findings_as_facts_statistics_or_hints(tmp_path: Path) 
     assert (statistic.rule, statistic.kind) == ("vanishing", FindingKind.STATISTIC)
     hint = finding("spike", severity=Severity.INFO)
     assert hint.kind is FindingKind.HINT
-    assert to_json(hint)["kind"] == "hint"
+    assert codec.plain(hint)["kind"] == "hint"
     assert separate_hints([hint, fact]) == ([fact], [hint])
 
 

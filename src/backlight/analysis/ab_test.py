@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from backlight import codec
 from backlight.analysis.fingerprint_diff import differences
 from backlight.launch.subprocess import run_in_own_session
 from backlight.monitors.steptime.model.step_comparison import STEP, TimeComparison, compare_pairs, interleave
 from backlight.monitors.steptime.model.step_times import MIN_STEPS, WINDOW_STEPS, read_phases
-from backlight.records import to_json
 from backlight.store.read.run import RunFormatError, open_run
 
 LINES_SHOWN = 3
@@ -57,7 +57,7 @@ class ABTest:
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON types."""
-        return {**to_json(self), "times": self.times.as_json()}
+        return {**codec.plain(self), "times": self.times.as_json()}
 
 
 def run_ab_test(

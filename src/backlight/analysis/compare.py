@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from backlight import codec
 from backlight.analysis.fingerprint_diff import (
     LETTERS,
     Difference,
@@ -30,7 +31,7 @@ from backlight.analysis.side_by_side import (
 from backlight.findings.evaluate import findings_of, separate_hints
 from backlight.findings.losses import losses_of
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
-from backlight.records import Finding, Severity, to_json
+from backlight.records import Finding, Severity
 from backlight.report.verdict import lacking, sampled_text
 from backlight.store.read.run import Run
 from backlight.text import listed
@@ -101,10 +102,10 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     """Return a comparison as JSON types."""
 
     def row(each: Row) -> dict[str, Any]:
-        return {**to_json(each), "texts": list(each.texts)}
+        return {**codec.plain(each), "texts": list(each.texts)}
 
     return {
-        **to_json(comparison),
+        **codec.plain(comparison),
         "rows": [row(each) for each in comparison.rows],
         "parameters": [row(each) for each in comparison.parameters],
         "times": [each.as_json() for each in comparison.times],

@@ -22,11 +22,11 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.types import CallToolResult, TextContent, ToolAnnotations
 from pydantic import BaseModel, Field
 
-from backlight import __version__
+from backlight import __version__, codec
 from backlight.analysis.compare import compare
 from backlight.findings.evaluate import findings_of
 from backlight.findings.pages import page_blocks
-from backlight.records import Finding, Severity, to_json
+from backlight.records import Finding, Severity
 from backlight.registry import RULES
 from backlight.report.source import Source
 from backlight.report.verdict import Outcome, measurements, outcome, where
@@ -34,7 +34,6 @@ from backlight.store.errors import StoreError
 from backlight.store.read.run import Run, open_run
 from backlight.store.read.run_list import ListedRun
 from backlight.store.read.run_list import list_runs as stored_runs
-from backlight.strict_json import json_types
 from backlight.text import did_you_mean, visible
 
 MAX_BYTES = 4000
@@ -131,7 +130,7 @@ def build_server(folder: Path) -> MCPServer[Any]:
             "findings": [f"{f.severity.value}: {f.rule}: {visible(f.title)}" for f in source.findings],
             "hints": said.hints,
             "scalars": [visible(name) for name in opened.scalar_names()],
-            "versions": {} if fingerprint is None else to_json(fingerprint.versions),
+            "versions": {} if fingerprint is None else codec.plain(fingerprint.versions),
         }  # fmt: skip
         return _bounded(recorded, _missing(said), full)
 
@@ -169,8 +168,8 @@ def build_server(folder: Path) -> MCPServer[Any]:
         found = compare(opened)
         recorded = {
             "headline": found.headline, "steps_compared": found.steps,
-            "differences": [to_json(each) for each in found.differences],
-            "findings": [to_json(each) for each in found.findings],
+            "differences": [codec.plain(each) for each in found.differences],
+            "findings": [codec.plain(each) for each in found.findings],
             "notes": list(found.notes), "step_time": [each.verdict for each in found.times],
             "series": [{"name": row.name, "a_b": list(row.texts)} for row in found.rows],
         }  # fmt: skip
@@ -185,7 +184,7 @@ def build_server(folder: Path) -> MCPServer[Any]:
             raise ValueError(f"pid {pid}: no process of this user; expected the pid of a training process")
         found = attach(pid, min(max(seconds, 0.5), 30.0), native=False)
         recorded = {
-            "diagnosis": to_json(found.diagnosis),
+            "diagnosis": codec.plain(found.diagnosis),
             "threads": [visible(line) for line in found.threads.splitlines()],
         }
         return _bounded(recorded, found.unseen, full)
@@ -280,7 +279,7 @@ def _owner(pid: int) -> int | None:
 
 def _bounded(recorded: Mapping[str, Any], missing: Any, full: bool) -> Answer:
     """Return an answer of at most :data:`MAX_BYTES`: its longest list loses its last entries first."""
-    answer = Answer(recorded=json_types(recorded), not_measured=[visible(text) for text in missing])
+    answer = Answer(recorded=codec.finite(recorded), not_measured=[visible(text) for text in missing])
     if full:
         return answer
     lists = [(answer.recorded, key) for key, value in answer.recorded.items() if isinstance(value, list)]

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight import codec
 from backlight.monitors.grokking.model.analysis import limits_of
 from backlight.monitors.grokking.model.curves import DetectionError
 from backlight.monitors.grokking.model.lead_lag import measures_of
 from backlight.monitors.grokking.model.reader import TEST, TRAIN, Stated, detect_run, stated
 from backlight.monitors.grokking.model.verdicts import Detection
-from backlight.records import to_json
 from backlight.report.overlay import OverlayPage
 from backlight.store.read.run import Run
 
@@ -68,8 +68,8 @@ class Overlaid:
             "runs": {
                 name: {
                     "run": str(path),
-                    "facts": to_json(facts),
-                    "verdict": to_json(found) if found else None,
+                    "facts": codec.plain(facts),
+                    "verdict": codec.plain(found) if found else None,
                     "reason": self.reasons.get(name),
                 }
                 for name, (path, facts, found) in self.runs.items()

@@ -6,11 +6,11 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from backlight import strict_json
+from backlight import codec
 from backlight.findings.evaluate import findings_of
 from backlight.monitors.health.model.parameters import untrained_parameters
 from backlight.monitors.health.model.score import health_series
-from backlight.records import Finding, to_json
+from backlight.records import Finding
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
 from backlight.report.plots.writer import Written, write_plots
@@ -51,15 +51,16 @@ def _members(run: Run, folder: Path) -> Iterator[tuple[str, Path | bytes]]:
         "run": run.name,
         "run_id": run.run_id,
         "attempts": [
-            {**to_json(attempt), "fingerprints": to_json(ranks[attempt.index])} for attempt in run.attempts
+            {**codec.plain(attempt), "fingerprints": codec.plain(ranks[attempt.index])}
+            for attempt in run.attempts
         ],
         "losses": list(run.losses),
     }
     yield "report.html", write_html(run.path, folder / "report.html")
     yield "report.md", write_markdown(run.path, folder / "report.md")
-    yield "findings.json", strict_json.dump(findings_of(run)).encode()
-    yield "environment.json", strict_json.dump(environment).encode()
-    yield "events.json", strict_json.dump([to_json(event) for event in run.events()]).encode()
+    yield "findings.json", codec.encode(findings_of(run)).encode()
+    yield "environment.json", codec.encode(environment).encode()
+    yield "events.json", codec.encode([codec.plain(event) for event in run.events()]).encode()
     for name in run.evidence():
         yield name, run.read_evidence(name)
 

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from backlight import strict_json
+from backlight import codec
 from backlight.distributed import world
 from backlight.terminal import make_console, write
 from backlight.text import told_apart, visible
@@ -195,4 +195,4 @@ class Page:
 
 def print_json(answer: Any) -> None:
     """Print a result as JSON; what JSON does not know becomes its text."""
-    write(strict_json.dump(answer, indent=2))
+    write(codec.encode(answer, indent=2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +104,7 @@ def predict(options: FakeOptions) -> None:
         if options.checkpointing:
             status.update("predicting with checkpointing")
             savings = checkpointing_savings(predictor, recipe, prediction)
-            prediction = prediction.model_copy(update={"checkpointing": savings})
+            prediction = replace(prediction, checkpointing=savings)
         if budget is not None:
 
             def show(batch: int, peak: int) -> None:
@@ -112,7 +112,7 @@ def predict(options: FakeOptions) -> None:
 
             setting = options.batch_setting
             fit = largest_batch(predictor, recipe, budget, setting=setting, progress=show)
-            prediction = prediction.model_copy(update={"fit": fit})
+            prediction = replace(prediction, fit=fit)
         status.stop()
         print_predicted(prediction, wanted=options.checkpointing, as_json=options.as_json, full=options.full)
         if writer is not None:

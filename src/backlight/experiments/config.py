@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
+from backlight import codec
 from backlight.experiments.experiment import EXPERIMENTS, Experiment
 from backlight.monitors.grokking.model.measures import Measures
-from backlight.records import to_json
 from backlight.registry import UnknownNameError
 from backlight.text import assignment, did_you_mean
 from backlight.untrusted_files import read_text
@@ -74,9 +73,9 @@ class Configuration:
         plain = {key: getattr(self, key) for key in _PLAIN}
         return {
             **plain,
-            **to_json(self.settings),
-            "measures": to_json(self.measures),
-            "run": to_json(self.run),
+            **codec.plain(self.settings),
+            "measures": codec.plain(self.measures),
+            "run": codec.plain(self.run),
         }
 
     def as_yaml(self) -> str:
@@ -230,10 +229,6 @@ def _merged(base: Mapping[str, Any], values: Any, path: str, where: str) -> dict
 
 def _validated(kind: Any, value: Any, path: str, where: str) -> Any:
     try:
-        return TypeAdapter(kind).validate_python(value)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(part for part in (path, *(str(p) for p in first["loc"])) if part)
-        message = first["msg"].removeprefix("Value error, ")
-        got = "" if isinstance(first["input"], dict) else f", got {first['input']!r}"
-        raise ConfigurationError(f"{where}: {f'{key}: ' if key else ''}{message}{got}") from None
+        return codec.convert(value, kind, where, path)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from backlight import atomic_files, untrusted_files
+from backlight import atomic_files, codec, untrusted_files
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.parameters import Scope
 from backlight.experiments import checkpoints
@@ -30,7 +30,7 @@ from backlight.experiments.task import Task
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.measures import TIERS, DiskGuard, Measures, at_tier, degradation
-from backlight.records import RunStatus, to_json
+from backlight.records import RunStatus
 from backlight.store.errors import RunExistsError
 from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.read.run import open_run
@@ -246,7 +246,7 @@ def run_experiment(
     status = RunStatus.FAILED
     try:
         if state is None:
-            text = json.dumps(to_json(configuration.as_mapping()), indent=2)
+            text = json.dumps(codec.plain(configuration.as_mapping()), indent=2)
             atomic_files.write(path / CONFIGURATION, text.encode())
             # Dropout draws from the global random state; a resumed run restores that state instead.
             torch.manual_seed(derived_seed(configuration.seed, "training"))
@@ -341,7 +341,7 @@ def _to_resume(configuration: Configuration, path: Path) -> tuple[int, dict[str,
     open_run(path)
     if not (path / CONFIGURATION).exists():
         return None  # killed before the configuration was written
-    before, now = configuration_of(path), json.loads(json.dumps(to_json(configuration.as_mapping())))
+    before, now = configuration_of(path), json.loads(json.dumps(codec.plain(configuration.as_mapping())))
     wrong = [
         f"{name} is {new!r}, was {old!r}"
         for name, old, new in _differences(before, now)

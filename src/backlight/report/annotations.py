@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree as ET
 
-from backlight import __version__, strict_json
+from backlight import __version__, codec
 from backlight.findings.pages import page_blocks
 from backlight.records import Finding, Severity
 from backlight.registry import RULES
@@ -187,7 +187,7 @@ def _sarif(source: Source, failing: Failing) -> str:
     invocation = {"executionSuccessful": not outcome(source).lacks, "toolExecutionNotifications": notes}
     driver = {"name": "backlight", "semanticVersion": __version__, "rules": rules}
     run = {"tool": {"driver": driver}, "results": results, "invocations": [invocation]}
-    return strict_json.dump({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
+    return codec.encode({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)
 
 
 def _identity(finding: Finding) -> str:

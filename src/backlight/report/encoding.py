@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.strict_json import json_types
+from backlight import codec
 
 Packed = dict[str, Any]
 
@@ -94,7 +94,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Quantised):
         return pack_share(value.values) if value.scale == "share" else pack_log(value.values)
     if isinstance(value, np.generic):
-        return json_types(value.item())
+        return codec.finite(value.item())
     if isinstance(value, enum.Enum):
         return value.value
     raise TypeError(f"cannot put a {type(value).__name__} into the page: {value!r}")
@@ -102,5 +102,5 @@ def _plain(value: Any) -> Any:
 
 def script_json(value: Any) -> str:
     r"""Return JSON, in ASCII and with ``<``, ``>`` and ``&`` escaped: no name in it can end the element."""
-    text = json.dumps(json_types(value), default=_plain, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(codec.finite(value), default=_plain, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -18,9 +18,9 @@ import inspect
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypedDict, TypeVar, get_type_hints
+from typing import Any, ParamSpec, TypedDict, TypeVar, get_type_hints
 
-from backlight.exact_types import exact
+from backlight import codec
 from backlight.findings.limits import declared, merge_overrides
 from backlight.monitor import MONITORS, built_in_monitors, check_monitors
 from backlight.monitors.grokking.model.measures import Measures
@@ -33,9 +33,6 @@ from backlight.session.trackers.base import chosen
 from backlight.setting_error import SettingError
 from backlight.text import did_you_mean
 from backlight.untrusted_files import read_text
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,8 +116,6 @@ class Settings:
         What the monitor spectra catches, and how often; fields of
         :class:`backlight.monitors.spectra.model.options.SpectraOptions`.
     """
-
-    __pydantic_config__ = {"extra": "forbid", "strict": False}  # noqa: RUF012 - pydantic's name
 
     monitors: tuple[str, ...] = DEFAULT_MONITORS
     every: int | None = None
@@ -214,20 +209,7 @@ class Settings:
         _known_fields(prepared.get("measures"), Measures, f"{where}: measures")
         _known_fields(prepared.get("spectra"), SpectraOptions, f"{where}: spectra")
         prepared["trace"] = traced_kinds(prepared.get("trace"))
-        if (settings := exact(cls, prepared)) is not None:
-            return settings
-        from pydantic import ValidationError  # noqa: PLC0415
-
-        try:
-            return _adapter().validate_python(prepared)
-        except ValidationError as error:
-            first = error.errors()[0]
-            refused = first.get("ctx", {}).get("error")
-            if isinstance(refused, SettingError):
-                raise refused from None
-            place = ".".join(str(part) for part in first["loc"])
-            message = first["msg"].removeprefix("Value error, ")
-            raise ValueError(f"{where}: {f'{place}: ' if place else ''}{message}") from None
+        return codec.convert(prepared, cls, where)
 
     def check_names(self) -> None:
         """Refuse unknown monitors and rules, without torch: before a script starts.
@@ -337,13 +319,6 @@ def explicit(signature: inspect.Signature) -> inspect.Signature:
         for field in dataclasses.fields(Settings)
     )
     return signature.replace(parameters=[*own, *fields])
-
-
-@functools.cache  # building a schema takes 50 ms
-def _adapter() -> TypeAdapter[Settings]:
-    from pydantic import TypeAdapter  # noqa: PLC0415 - as in _checked
-
-    return TypeAdapter(Settings)
 
 
 def _refuse_unknown(values: Mapping[str, Any], known: list[str], where: str) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from backlight import clock
+from backlight import clock, codec
 from backlight.interrupts import is_interrupt
-from backlight.records import Finding, to_json
+from backlight.records import Finding
 
 CHECK_STEPS = 8
 """Steps between two looks into the store, which may be on another machine."""
@@ -44,7 +44,7 @@ class StopAgreement:
         agreed = (step // CHECK_STEPS + 1) * CHECK_STEPS
         if agreed < step + 2:
             agreed += CHECK_STEPS
-        text = json.dumps({"step": agreed, "finding": to_json(finding)})
+        text = json.dumps({"step": agreed, "finding": codec.plain(finding)})
         return step if self._ask("set", self._key, text) is None else agreed
 
     def finding_at(self, step: int) -> Finding | None:
@@ -52,7 +52,7 @@ class StopAgreement:
         if self._agreed is None and step % CHECK_STEPS == 0 and self._ask("check", [self._key]):
             agreed = json.loads(self._ask("get", self._key) or "null")
             if agreed is not None:
-                self._agreed = agreed["step"], Finding.from_json(agreed["finding"])
+                self._agreed = agreed["step"], codec.convert(agreed["finding"], Finding)
         return self._agreed[1] if self._agreed is not None and step >= self._agreed[0] else None
 
     def wait_for_others(self, world_size: int) -> None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backlight import clock
+from backlight import clock, codec
 from backlight.records import DiagnosisKind, Evidence, Finding
 from backlight.store.format.manifest import read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, watchdog_files
@@ -27,8 +26,6 @@ from backlight.watchdog.shared_state import StateSnapshot
 from backlight.watchdog.text import Diagnosis, describe
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter
-
     from backlight.store.read.run import Event
     from backlight.store.write.watchdog import WatchdogWriter
 
@@ -59,25 +56,18 @@ class HostObservation:
     world_size: int = 1
 
 
-@cache
-def _adapter() -> TypeAdapter[HostObservation]:
-    from pydantic import TypeAdapter  # noqa: PLC0415 - only runs of several machines need it
-
-    return TypeAdapter(HostObservation)
-
-
 def pack(host: HostObservation) -> dict[str, Any]:
     """Return observations as JSON types, without stacks, and with times since the epoch."""
     shift = time.time_ns() - clock.monotonic_ns()
     packed = replace(host, observations=tuple(_packed(obs, shift) for obs in host.observations))
-    data: dict[str, Any] = _adapter().dump_python(packed, mode="json", exclude_defaults=True)
+    data: dict[str, Any] = codec.plain(packed)
     return data
 
 
 def unpack(data: Mapping[str, Any]) -> HostObservation | None:
     """Return what :func:`pack` has written, None for anything else."""
     try:
-        return _adapter().validate_python(data)
+        return codec.convert(data, HostObservation)
     except ValueError:
         return None
 

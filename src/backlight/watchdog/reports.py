@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from backlight import clock
+from backlight import clock, codec
 from backlight.processes import ProcessEnd
-from backlight.records import DiagnosisKind, Evidence, Finding, Made, Severity, Subject, to_json
+from backlight.records import DiagnosisKind, Evidence, Finding, Made, Severity, Subject
 from backlight.terminal import write
 from backlight.watchdog import stacks
 from backlight.watchdog.diagnosis import Cause, Decision
@@ -97,7 +97,7 @@ def emit(
             "unobserved": world_size - len(observations),
             "open": decision.unobserved is not None,
             "not_collected": {str(o.rank): list(o.not_collected) for o in observations if o.not_collected},
-            "subject": to_json(finding.subject),
+            "subject": codec.plain(finding.subject),
         },
     )
     writer.finding(finding)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from backlight import codec
 from backlight.cli.render.profile import show
 from backlight.diagnose.profile.line_samples import (
     LineSampler,
@@ -261,7 +262,7 @@ def test_verdict_names_phase_and_line_and_at_most_ten_facts_follow(
     answer: Answer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = {key: value for key, value in answer[1].items() if key != "findings"}
-    result = ProfileResult.model_validate(content)
+    result = codec.convert(content, ProfileResult)
     name, phase = max(result.phases.items(), key=lambda item: item[1].share)
     top = next(row for row in result.lines or () if row.phase == name)
     assert f"mostly {name}" in verdict(result)

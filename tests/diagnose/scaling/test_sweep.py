@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from backlight import clock
+from backlight import clock, codec
 from backlight.cli.render.sweep import show, verdict
 from backlight.diagnose.scaling import sweep as sweeps
 from backlight.diagnose.scaling.power_law import ScalingError
 from backlight.diagnose.scaling.sweep import Point, _ask, _laws, parse_axes, sweep
 from backlight.diagnose.scaling.worker import answer, measure
 from backlight.launch.recipe import RecipeError, read_recipe
-from backlight.records import to_json
 
 RECIPE = """
 import time
@@ -99,7 +98,7 @@ def test_sweep_measures_sizes_and_records_out_of_memory(
     laws = {law.quantity: law.exponents[0] for law in found.laws}
     assert 0.8 <= laws["phase data"].value <= 1.1  # sleeps that are proportional to it
     assert found.expected["phase data"] == pytest.approx(30, rel=0.25)
-    assert json.loads(json.dumps(to_json(found)))["points"][3]["status"] == "out of memory"
+    assert json.loads(json.dumps(codec.plain(found)))["points"][3]["status"] == "out of memory"
     show(found)
     brief = capsys.readouterr().out
     assert brief.startswith("step grows with dim: power ")

@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from pydantic import TypeAdapter
 
+from backlight import codec
 from backlight.diagnose.test_matrix.case_run import Observation, Progress
 from backlight.diagnose.test_matrix.evaluation import CaseResult, Effect, Evaluation, compare, evaluate
 from backlight.diagnose.test_matrix.plan import Case
@@ -130,9 +130,8 @@ def test_an_exit_is_evaluated_by_its_code_and_its_output() -> None:
 
 
 def test_an_observation_is_read_back() -> None:
-    observations = TypeAdapter(Observation)
     seen = over(IDLE, steps(1, 2, 3), stall=stall("SLOW"))
-    assert observations.validate_json(observations.dump_json(seen)) == seen
+    assert codec.convert(codec.plain(seen), Observation) == seen
 
 
 FINGERPRINT = Fingerprint(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from answers import strict_loads
-from backlight import atomic_files, untrusted_files
+from backlight import atomic_files, codec, untrusted_files
 from backlight.records import Severity
 from backlight.store.errors import RunFormatError
 from backlight.store.platform import atomic_json
@@ -15,7 +15,7 @@ from backlight.untrusted_files import MAX_TEXT_BYTES
 
 
 def test_json_accepts_numpy_and_sets() -> None:
-    text = atomic_json.dump(
+    text = codec.encode_row(
         {
             "scalar": np.float32(0.5),
             "array": np.arange(3),
@@ -42,7 +42,7 @@ def test_documents_are_strict_json_and_those_of_python_are_read(tmp_path: Path) 
     infinite = {"a": [float("inf"), np.float32("nan")]}
     atomic_json.write_document(tmp_path / "new.json", infinite)
     assert strict_loads((tmp_path / "new.json").read_text())["a"] == ["Infinity", "NaN"]
-    (tmp_path / "old.json").write_bytes(atomic_json.seal(atomic_json.dump(infinite)))
+    (tmp_path / "old.json").write_bytes(atomic_json.seal(codec.encode_row(infinite)))
     assert str(atomic_json.read_document(tmp_path / "old.json")) == "{'a': [inf, nan]}"
 
 

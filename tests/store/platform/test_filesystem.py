@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.records import to_json
+from backlight import codec
 from backlight.store.errors import RunWriteError
 from backlight.store.platform import filesystem
 from backlight.store.platform.process import ProcessIdentity
@@ -77,7 +77,7 @@ def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def claimed_by(claim: Path, **changes: object) -> None:
-    claim.write_text(json.dumps(to_json(ProcessIdentity.of_this_process()) | changes))
+    claim.write_text(json.dumps(codec.plain(ProcessIdentity.of_this_process()) | changes))
 
 
 @pytest.mark.usefixtures("network")

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from backlight.records import to_json
+from backlight import codec
 from backlight.store.platform.process import ProcessIdentity
 
 ME = ProcessIdentity.of_this_process()
@@ -17,12 +17,12 @@ ME = ProcessIdentity.of_this_process()
 def identity_of_an_ended_process() -> ProcessIdentity:
     code = """
 import json
-from backlight.records import to_json
+from backlight import codec
 from backlight.store.platform.process import ProcessIdentity
-print(json.dumps(to_json(ProcessIdentity.of_this_process())))
+print(json.dumps(codec.plain(ProcessIdentity.of_this_process())))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return ProcessIdentity.from_json(json.loads(out.stdout))
+    return codec.convert(json.loads(out.stdout), ProcessIdentity)
 
 
 def test_current_process_is_alive() -> None:
@@ -53,8 +53,8 @@ def test_changed_identity_is_dead_or_unknown(field: str, value: str, alive: bool
 
 
 def test_empty_identity_is_unknown() -> None:
-    assert ProcessIdentity.from_json({}).alive() is None
-    assert ProcessIdentity.from_json({"pid": "text"}).pid == 0
+    assert codec.convert({}, ProcessIdentity).alive() is None
+    assert codec.convert({"pid": "text"}, ProcessIdentity).pid == 0
 
 
 @pytest.mark.skipif(not ME.start, reason="zombies are recognised by /proc")
@@ -79,4 +79,4 @@ def test_zombie_is_not_alive() -> None:
 
 
 def test_identity_round_trips_through_json() -> None:
-    assert ProcessIdentity.from_json(to_json(ME)) == ME
+    assert codec.convert(codec.plain(ME), ProcessIdentity) == ME

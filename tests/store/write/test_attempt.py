@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from backlight import codec
 from backlight.records import Fingerprint, RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunHeldError, RunWriteError
 from backlight.store.platform import atomic_json
@@ -333,6 +334,6 @@ def test_directory_being_opened_by_another_process_is_awaited(tmp_path: Path) ->
 def test_manifest_holds_the_identity_of_the_writer(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
     manifest = atomic_json.read_document(tmp_path / "run" / "manifest.json")
-    identity = ProcessIdentity.from_json(manifest["attempts"][0]["progress"]["process"])
+    identity = codec.convert(manifest["attempts"][0]["progress"]["process"], ProcessIdentity)
     assert identity == ProcessIdentity.of_this_process()
     writer.close()

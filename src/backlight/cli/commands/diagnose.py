@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, BadParameter, Context, Option
 
+from backlight import codec
 from backlight.cli.app import command
 from backlight.cli.console import Page, print_json
 from backlight.cli.options import Json, Module, Script, ScriptJson, StoreIn, Tables, parse_fail_on
 from backlight.cli.progress import count_bar
-from backlight.records import DiagnosisKind, to_json
+from backlight.records import DiagnosisKind
 from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
@@ -300,7 +301,7 @@ def profile(
         if confirm:
             with count_bar("controls") as advance:
                 controls = run_controls(profiled, options, module=module, pairs=pairs, progress=advance)
-            result = result.model_copy(update={"controls": controls})
+            result = replace(result, controls=controls)
         if writer is not None:
             result = store_profile(replace(profiled, result=result), writer)
         found = find_findings(writer) if writer is not None and result.rank == 0 else []
@@ -309,7 +310,7 @@ def profile(
         if out is not None:
             Page().note(f"{out}: backlight report {out}", "run")
     elif result.rank == 0:
-        print_json({**result.model_dump(mode="json"), "findings": to_json(found)})
+        print_json({**codec.plain(result), "findings": codec.plain(found)})
     return 0
 
 
@@ -358,13 +359,13 @@ def trace(
     if against is not None:
         found = diff(*(analyse_rank(Timeline(one), step, usual=True) for one in traces))
         if as_json:
-            print_json({"unit": "ns", **to_json(found)})
+            print_json({"unit": "ns", **codec.plain(found)})
         else:
             print_diff(found, make_console(), rows)
         return 0
     analysis = analyse(traces, step=step)
     if as_json:
-        print_json({"unit": "ns", **to_json(analysis)})
+        print_json({"unit": "ns", **codec.plain(analysis)})
     else:
         print_analysis(analysis, make_console(), rows, full=full)
     if out is not None:
@@ -460,7 +461,7 @@ def run_test_matrix(
     """
     from backlight.cli.render.test_matrix import print_cases, print_report, print_result
     from backlight.diagnose.test_matrix.plan import write_plan
-    from backlight.diagnose.test_matrix.report import REPORTS, write_bundle, write_report
+    from backlight.diagnose.test_matrix.report import write_bundle, write_report
     from backlight.diagnose.test_matrix.runner import execute, prepare
     from backlight.store.export.archive import check_archive
 
@@ -485,7 +486,7 @@ def run_test_matrix(
     write_report(folder, folder / "report.md", as_html=False)
     html = write_report(folder, folder / "report.html", as_html=True)
     if as_json:
-        print_json(REPORTS.dump_python(report, mode="json"))
+        print_json(report)
     else:
         print_report(report, console)
         page.say(f"report: {html}")

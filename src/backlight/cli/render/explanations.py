@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from backlight import codec
 from backlight.cli.console import Page, line_json
-from backlight.records import Finding, to_json
+from backlight.records import Finding
 from backlight.text import count, listed
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def probes_as_json(
         "probes": [
             {"probe": r.probe.value, "outcome": r.outcome.value, "text": r.text} for r in observer.results
         ],
-        **({} if findings is None else {"findings": to_json(findings)}),
+        **({} if findings is None else {"findings": codec.plain(findings)}),
         "notes": observer.notes,
     }
 

@@ -19,7 +19,13 @@ from backlight.terminal import make_console
 from backlight.text import size
 
 if TYPE_CHECKING:
-    from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory, Saving, StepMemory
+    from backlight.diagnose.memory.result import (
+        MeasuredMemory,
+        PredictedMemory,
+        Saving,
+        StepMemory,
+        as_document,
+    )
 
 MAX_MODULES, MAX_TENSORS = 10, 8
 """Rows that are printed; --json has more."""
@@ -36,7 +42,7 @@ COLUMNS = {
 def print_measured(result: MeasuredMemory, *, as_json: bool, full: bool = False) -> None:
     """Print a measurement: what takes the memory, then at most ten lines or all tables."""
     if as_json:
-        print_json(result.model_dump(mode="json"))
+        print_json(as_document(result))
         return
     page = Page()
     page.summary(verdict(result), () if full else facts(result))
@@ -56,7 +62,7 @@ def print_measured(result: MeasuredMemory, *, as_json: bool, full: bool = False)
 def print_predicted(result: PredictedMemory, *, wanted: bool, as_json: bool, full: bool = False) -> None:
     """Print a prediction; ``wanted``: the effect of checkpointing was requested."""
     if as_json:
-        print_json(result.model_dump(mode="json"))
+        print_json(as_document(result))
         return
     page = Page()
     page.summary(verdict(result), () if full else facts(result))

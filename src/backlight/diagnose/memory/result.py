@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, computed_field
-
-from backlight import strict_json
-from backlight.diagnose.memory.storage_log import Account, Kind, ModuleMemory, Record, TensorGroup
+from backlight import codec
+from backlight.diagnose.memory.storage_log import Account, Kind, ModuleMemory, TensorGroup
 from backlight.extras import require
 from backlight.records import RunStatus
 from backlight.store.errors import RunWriteError
@@ -49,7 +48,8 @@ class PredictionError(ValueError):
     """A step cannot be predicted: what, where in the recipe, and the fix."""
 
 
-class Flops(Record):
+@dataclass(frozen=True, kw_only=True)
+class Flops:
     """Floating-point operations of one step, by the formulas of :mod:`torch.utils.flop_counter`.
 
     ``forward`` includes the loss; a multiplication and an addition are two. ``recomputed`` ones of
@@ -60,7 +60,7 @@ class Flops(Record):
     forward: int
     backward: int
     recomputed: int
-    modules: dict[str, int] = Field(default_factory=dict)
+    modules: dict[str, int] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
@@ -68,11 +68,12 @@ class Flops(Record):
         return self.forward + self.backward
 
 
-class Logits(Record):
+@dataclass(frozen=True, kw_only=True)
+class Logits:
     """The logits of a classifier or language model, as its loss reads them.
 
     ``copies`` are further storages of as many elements that are live at once at most; ``live_at_most`` are
-    the bytes of all of them.
+    the bytes of all of them. ``formula`` is elements times (item size + 4): the logits and one fp32 copy.
     """
 
     shape: tuple[int, ...]
@@ -80,21 +81,17 @@ class Logits(Record):
     itemsize: int
     copies: int
     live_at_most: int
+    bytes: int = field(init=False)
+    formula: int = field(init=False)
 
-    @computed_field  # type: ignore[prop-decorator]  # as pydantic documents it
-    @property
-    def bytes(self) -> int:
-        """Bytes of the tensor."""
-        return math.prod(self.shape) * self.itemsize
-
-    @computed_field  # type: ignore[prop-decorator]  # as pydantic documents it
-    @property
-    def formula(self) -> int:
-        """Elements times (item size + 4): the logits and one fp32 copy."""
-        return math.prod(self.shape) * (self.itemsize + 4)
+    def __post_init__(self) -> None:
+        elements = math.prod(self.shape)
+        object.__setattr__(self, "bytes", elements * self.itemsize)
+        object.__setattr__(self, "formula", elements * (self.itemsize + 4))
 
 
-class Blocks(Record):
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
     """Sibling modules of one structure."""
 
     parent: str
@@ -102,7 +99,8 @@ class Blocks(Record):
     names: tuple[str, ...]
 
 
-class Saving(Record):
+@dataclass(frozen=True, kw_only=True)
+class Saving:
     """Effect of checkpointing the ``wrapped`` modules of one group, by a prediction with it.
 
     ``recomputed_flops`` come on top; ``share_of_step`` is their share of the step without checkpointing.
@@ -117,7 +115,8 @@ class Saving(Record):
     share_of_step: float
 
 
-class Fit(Record):
+@dataclass(frozen=True, kw_only=True)
+class Fit:
     """The largest batch whose predicted step stays within a budget of bytes.
 
     ``above`` is one more sample, with a peak over the budget; None where the search ended at ``batch``.
@@ -133,11 +132,13 @@ class Fit(Record):
     tried: tuple[tuple[int, int], ...]
 
 
-class AllocatorStatistics(Record):
+@dataclass(frozen=True, kw_only=True)
+class AllocatorStatistics:
     """The caching allocator of CUDA over the recorded steps, in bytes.
 
     ``inactive_split`` is free now, inside segments of which other parts are in use. ``retries`` counts how
-    often the cache was emptied for lack of memory.
+    often the cache was emptied for lack of memory. ``fragmentation`` is the share of the reserved
+    memory that no tensor used at the peak; the two peaks may differ in time.
     """
 
     allocated_peak: int
@@ -146,14 +147,15 @@ class AllocatorStatistics(Record):
     retries: int
     failures: int
 
-    @computed_field  # type: ignore[prop-decorator]  # as pydantic documents it
-    @property
-    def fragmentation(self) -> float:
-        """Share of the reserved memory that no tensor used at the peak; the two peaks may differ in time."""
-        return 1 - self.allocated_peak / self.reserved_peak if self.reserved_peak else 0.0
+    fragmentation: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        share = 1 - self.allocated_peak / self.reserved_peak if self.reserved_peak else 0.0
+        object.__setattr__(self, "fragmentation", share)
 
 
-class StepMemory(Record):
+@dataclass(frozen=True, kw_only=True)
+class StepMemory:
     """The memory of one training step, in bytes.
 
     Each storage is rounded up to a multiple of ``rounded_to``. ``between_steps`` stays allocated between
@@ -175,9 +177,10 @@ class StepMemory(Record):
     logits: Logits | None
     workspaces: dict[str, int]
     not_seen: tuple[str, ...]
-    account: Account = Field(exclude=True, repr=False)
+    account: Account = field(repr=False)
 
 
+@dataclass(frozen=True, kw_only=True)
 class MeasuredMemory(StepMemory):
     """The memory of recorded steps of a script; ``exit_code`` is the script's own.
 
@@ -197,6 +200,7 @@ class MeasuredMemory(StepMemory):
     not_seen: tuple[str, ...] = NOT_MEASURED
 
 
+@dataclass(frozen=True, kw_only=True)
 class PredictedMemory(StepMemory):
     """A prediction for a step after the first.
 
@@ -238,6 +242,12 @@ def account_fields(account: Account) -> dict[str, Any]:
     }
 
 
+def as_document(result: MeasuredMemory | PredictedMemory) -> dict[str, Any]:
+    """Return a result as JSON types, without the account that it was computed from."""
+    names = (each.name for each in fields(result) if each.name != "account")
+    return {name: codec.plain(getattr(result, name)) for name in names}
+
+
 def open_memory_run(path: Path, script: str, arguments: Sequence[str]) -> RunWriter:
     """Open the run directory of a result, before anything is measured."""
     require("h5py", what="a stored memory result")
@@ -267,8 +277,8 @@ def store_memory(writer: RunWriter, result: MeasuredMemory | PredictedMemory) ->
         "phases": [[at - start, name] for at, name in account.log.phases if start <= at < end],
         "events": end - start,
     }
-    content = {**result.model_dump(mode="json"), "curve": rows}
-    writer.evidence(DOCUMENT, strict_json.dump(content, indent=1))
+    content = {**as_document(result), "curve": rows}
+    writer.evidence(DOCUMENT, codec.encode(content, indent=1))
     failed = False
     if isinstance(result, MeasuredMemory):
         failed = result.exit_code != 0

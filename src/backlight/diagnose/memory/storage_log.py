@@ -13,7 +13,6 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
 
 Integers = npt.NDArray[np.int64]
 
@@ -75,13 +74,8 @@ class StorageLog:
         return next((name for begin, name in reversed(self.phases) if begin <= position), "")
 
 
-class Record(BaseModel):
-    """Base of the records: immutable, and no unknown fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
-
-
-class ModuleMemory(Record):
+@dataclass(frozen=True, kw_only=True)
+class ModuleMemory:
     """Bytes of a module at the peak: its own, those by kind, and inclusive of the modules inside it."""
 
     name: str
@@ -90,7 +84,8 @@ class ModuleMemory(Record):
     kinds: dict[Kind, int]
 
 
-class TensorGroup(Record):
+@dataclass(frozen=True, kw_only=True)
+class TensorGroup:
     """Storages at the peak that have kind, module, operation, shape and dtype in common."""
 
     kind: Kind

@@ -6,13 +6,11 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
-
-from backlight import atomic_files
+from backlight import atomic_files, codec
 from backlight.diagnose.profile.controls import ControlResult
 from backlight.diagnose.profile.line_samples import LineTime, Sampling, StackTime, speedscope
 from backlight.diagnose.profile.module_tree import ModuleRow
@@ -53,7 +51,8 @@ class PeakMemory:
     of: str
 
 
-class ProfileResult(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class ProfileResult:
     """A profile; what was not measured is None. Times are milliseconds per step.
 
     Rank 0 alone is traced. ``phases`` are host times, ``device_phases`` median device times. The
@@ -62,8 +61,6 @@ class ProfileResult(BaseModel):
     ``backward_unattributed_ms`` belongs to no module: the loss, sums of gradients, the engine.
     ``tracing_overhead`` is the ratio of a traced step to a clocked one.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     version: int = 2
     script: str
@@ -169,11 +166,11 @@ def store_profile(profile: Profile, writer: RunWriter) -> ProfileResult:
         what, _, reason = text.partition(": ")
         writer.event(None, "unmeasured", {"what": what, "reason": reason or text})
     if profile.trace:
-        result = result.model_copy(update={"trace": writer.evidence(TRACE, profile.trace)})
+        result = replace(result, trace=writer.evidence(TRACE, profile.trace))
     if result.rank == 0:
         if result.stacks:
             writer.evidence(FLAME_GRAPH, json.dumps(speedscope(result.script, result.stacks)))
-        writer.evidence(PROFILE, result.model_dump_json(indent=1))
+        writer.evidence(PROFILE, codec.encode(result, indent=1))
     writer.flush()
     lost = writer.lost
     writer.close(RunStatus.FINISHED if result.exit_code == 0 else RunStatus.FAILED)

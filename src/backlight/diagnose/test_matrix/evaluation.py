@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path, PurePath
 
+from backlight import codec
 from backlight.diagnose.test_matrix.case_run import Observation, open_case_run, read_output
 from backlight.diagnose.test_matrix.plan import UNDECIDED, Case
-from backlight.records import DiagnosisKind, to_json
+from backlight.records import DiagnosisKind
 from backlight.store.read.run import Run
 from backlight.watchdog.attach import Attached
 
@@ -211,7 +212,7 @@ def _effect(one: CaseResult, control: CaseResult, root: Path) -> tuple[Effect, l
 
 
 def _fingerprint_differences(run: Run, control: Run) -> list[str]:
-    here, there = (to_json(each.fingerprint()) or {} for each in (run, control))
+    here, there = (codec.plain(each.fingerprint()) or {} for each in (run, control))
     # Requested settings and the host are no effect; the module hash repeats the module table.
     keys = (here.keys() & there.keys()) - {"script", "script_hash", "arguments", "host", "module_hash"}
     moved = sorted(key for key in keys if here[key] != there[key])

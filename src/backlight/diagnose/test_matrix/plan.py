@@ -10,13 +10,13 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from msgspec import Meta
 
-from backlight import atomic_files
+from backlight import atomic_files, codec
 from backlight.records import DiagnosisKind
 from backlight.text import did_you_mean
 from backlight.untrusted_files import read_text
@@ -24,6 +24,9 @@ from backlight.untrusted_files import read_text
 FORMAT = 4
 """Version of what is stored; a result of another version does not count."""
 
+T = TypeVar("T")
+
+MIN_LEVELS = 2
 MAX_DIGEST_BYTES = 10 * 1024 * 1024
 UNDECIDED = (DiagnosisKind.DID_NOT_FINISH, DiagnosisKind.UNKNOWN)
 """Verdicts that answer no question: the evidence did not suffice."""
@@ -46,47 +49,61 @@ class PlanError(ValueError):
 
 
 # Names of cases become names of directories.
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=,+-]{0,119}$")]
-Command = Annotated[list[str], Field(min_length=1)]
-Variables = dict[
-    Annotated[str, Field(pattern=r"^[^=\x00]+$")],
-    Annotated[str, Field(strict=False, coerce_numbers_to_str=True, pattern=r"^[^\x00]*$")],
-]
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,119}")
 
 
-class _Table(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """Settings of the base, or those that a level of a factor changes; ``shows`` is a regular expression."""
 
-
-class Change(_Table):
-    """Settings of the base, or those that a level of a factor changes."""
-
-    arguments: list[str] = []
-    environment: Variables = {}
+    arguments: list[str] = field(default_factory=list)
+    environment: dict[str, str | int | float] = field(default_factory=dict)
     directory: str | None = None
-    ranks: Annotated[int, Field(ge=1, le=4096)] | None = None
-    command: Command | None = None
-    shows: re.Pattern[str] | None = None
+    ranks: Annotated[int, Meta(ge=1, le=4096)] | None = None
+    command: Annotated[list[str], Meta(min_length=1)] | None = None
+    shows: str = ""
+
+    def __post_init__(self) -> None:
+        _check_pattern("shows", self.shows)
+        for name, value in self.environment.items():
+            if not name or "=" in name or "\0" in f"{name}{value}":
+                raise ValueError(f"environment: {name!r} = {value!r} cannot be a variable")
 
 
+@dataclass(frozen=True, kw_only=True)
 class Base(Change):
-    """Settings that all cases share."""
+    """Settings that all cases share; ``progress`` and ``success`` are regular expressions."""
 
-    command: Command
     watch: bool = True
-    run_options: list[str] = []
-    progress: re.Pattern[str] | None = None
-    success: re.Pattern[str] | None = None
+    run_options: list[str] = field(default_factory=list)
+    progress: str = ""
+    success: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.command is None:
+            raise ValueError("the key 'command' is missing")
+        _check_pattern("progress", self.progress)
+        _check_pattern("success", self.success)
 
 
-class CaseTable(_Table):
+def _check_pattern(name: str, text: str) -> None:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{name}: expected a regular expression, got {text!r} ({error})") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseTable:
     """A case; ``levels`` names a level for each factor that is not at its first."""
 
     control: str | None = None
-    levels: dict[str, str] = {}
+    levels: dict[str, str] = field(default_factory=dict)
 
 
-class Action(_Table):
+@dataclass(frozen=True, kw_only=True)
+class Action:
     """One thing to do: where (``file:line``), and the command that shows whether it helped."""
 
     do: str
@@ -94,23 +111,23 @@ class Action(_Table):
     verify: str = ""
 
 
-class Node(_Table):
+@dataclass(frozen=True, kw_only=True)
+class Node:
     """A question (``case`` or ``compare``, with ``on``) or a conclusion of the decision tree."""
 
     ask: str = ""
     case: str | None = None
     compare: str | None = None
-    on: dict[str, str] = {}
+    on: dict[str, str] = field(default_factory=dict)
     conclusion: str = ""
-    actions: list[Action] = []
+    actions: list[Action] = field(default_factory=list)
 
     @property
     def edges(self) -> list[tuple[str, str]]:
         """Each answer with the node that it leads to: ``"BLOCKED|SPIN"`` gives two."""
         return [(a.strip(), target) for answers, target in self.on.items() for a in answers.split("|")]
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def __post_init__(self) -> None:
         asks = self.case is not None or self.compare is not None
         for wrong, problem in (
             (None not in (self.case, self.compare), "it has both case and compare; expected one question"),
@@ -126,57 +143,88 @@ class Node(_Table):
                 raise ValueError(f"on: unknown answer {answer!r}; expected one of {', '.join(known)}")
         if len(dict(self.edges)) < len(self.edges):
             raise ValueError("on: one answer leads to two nodes; expected one")
-        return self
 
 
-class Plan(_Table):
+@dataclass(frozen=True, kw_only=True)
+class Plan:
     """A whole plan; ``time_limit`` is that of each case, in seconds."""
 
     name: str = ""
-    time_limit: Annotated[float, Field(ge=3, le=7 * 24 * 3600, allow_inf_nan=False)] = 60.0
+    time_limit: Annotated[float, Meta(ge=3, le=7 * 24 * 3600)] = 60.0
     base: Base
-    factors: dict[Name, Annotated[dict[Name, Change], Field(min_length=2)]] = {}
-    cases: dict[Name, CaseTable] = {}
-    tree: dict[str, Node] = {}
+    factors: dict[str, dict[str, Change]] = field(default_factory=dict)
+    cases: dict[str, CaseTable] = field(default_factory=dict)
+    tree: dict[str, Node] = field(default_factory=dict)
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def __post_init__(self) -> None:
         if not self.cases and not self.factors:
             raise ValueError("no cases: write [factors.NAME.LEVEL], and [cases.NAME] to choose among them")
-        return self
+        for name, levels in self.factors.items():
+            if len(levels) < MIN_LEVELS:
+                raise ValueError(f"factors.{name}: expected {MIN_LEVELS} levels or more, got {len(levels)}")
+        for name in (*self.factors, *(level for levels in self.factors.values() for level in levels)):
+            _check_name("factors", name)
+        for name in self.cases:
+            _check_name("cases", name)
+
+
+def _check_name(section: str, name: str) -> None:
+    if not _NAME.fullmatch(name):
+        problem = "expected a name of letters, digits and . _ = , + -, which begins with a letter or digit"
+        raise ValueError(f"{section}.{name}: {problem}")
 
 
 def read_plan(path: Path) -> Plan:
     """Return the plan in a file; a PlanError names the first thing in it that a plan cannot hold."""
     try:
-        return Plan.model_validate(tomllib.loads(read_text(path)))
+        return _plan(tomllib.loads(read_text(path)))
     except OSError as error:
         problem = f"cannot be read: {error.strerror}; `backlight test-matrix --init {path}` writes a plan"
-    except ValidationError as error:
-        problem = _first_problem(error)
-    except ValueError as error:
+    except tomllib.TOMLDecodeError as error:
         problem = f"not valid TOML: {error}"
+    except UnicodeDecodeError as error:
+        problem = f"not valid TOML: {error}"
+    except ValueError as error:
+        problem = str(error)
     except RecursionError:
         problem = "not valid TOML: it nests too deeply"
     raise PlanError(problem)
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"base": Base, "cases": CaseTable, "factors": Change, "tree": Node}
+def _plan(data: dict[str, Any]) -> Plan:
+    # Table by table, so that messages name the table. An unknown key explains a missing one: it comes first.
+    _refuse_unknown(data, Plan, "")
+    tables = dict(data)
+    if isinstance(base := tables.get("base"), dict):
+        tables["base"] = _table(base, Base, "base")
+    for section, kind in (("cases", CaseTable), ("tree", Node)):
+        tables[section] = _tables(tables.get(section, {}), kind, section)
+    factors = tables.get("factors", {})
+    if isinstance(factors, dict):
+        tables["factors"] = {
+            name: _tables(level, Change, f"factors.{name}") for name, level in factors.items()
+        }
+    return codec.convert(tables, Plan, "")
 
 
-def _first_problem(error: ValidationError) -> str:
-    # An unknown key explains a missing one that it was meant to be, so it comes first.
-    first = min(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    path = [str(part) for part in first["loc"] if part != "[key]"]
-    if first["type"] == "extra_forbidden":
-        table = Action if "actions" in path else _SECTIONS[path[0]] if len(path) > 1 else Plan
-        where = f"[{'.'.join(path[:-1])}]: " if len(path) > 1 else ""
-        return f"{where}unknown key {path[-1]!r}{did_you_mean(path[-1], table.model_fields)}"
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] not in {"missing", "value_error"}:
-        got = repr(first["input"])
-        message += f", got {got if len(got) <= 60 else got[:57] + '...'}"
-    return f"{'.'.join(path)}: {message}" if path else message
+def _tables(data: Any, kind: type[T], place: str) -> dict[str, T]:
+    found = codec.convert(data, dict[str, Any], "", place)
+    return {name: _table(table, kind, f"{place}.{name}") for name, table in found.items()}
+
+
+def _table(data: Any, kind: type[T], place: str) -> T:
+    if isinstance(data, dict):
+        _refuse_unknown(data, kind, place)
+        for action in data.get("actions", ()) if kind is Node else ():
+            _refuse_unknown(action, Action, f"{place}.actions")
+    return codec.convert(data, kind, "", place)
+
+
+def _refuse_unknown(data: dict[str, Any], kind: Any, place: str) -> None:
+    names = [each.name for each in fields(kind)]
+    for key in data:
+        if key not in names:
+            raise ValueError(f"{place and f'[{place}]: '}unknown key {key!r}{did_you_mean(key, names)}")
 
 
 def write_plan(path: Path) -> None:
@@ -255,7 +303,8 @@ def _changes(plan: Plan, name: str, table: CaseTable) -> list[Change]:
     # Two factors that set the same thing are not two factors: the later one would win silently.
     setters: dict[str, str] = {}
     for level, change in levels.items():
-        given = change.model_dump(exclude_defaults=True, exclude={"arguments", "environment", "shows"})
+        settings = ("directory", "ranks", "command")
+        given = [name for name in settings if getattr(change, name) is not None]
         for key in (*given, *(f"environment {variable}" for variable in change.environment)):
             if key in setters:
                 raise PlanError(f"{setters[key]} and {level} both set {key}; only one factor may")
@@ -284,15 +333,15 @@ def _case(plan: Plan, name: str, changes: Sequence[Change], folder: Path, *, dis
             raise PlanError(f"{where}: unknown placeholder {{{word}}}{did_you_mean(word, PLACEHOLDERS)}")
     values = {"python": sys.executable, "ranks": str(ranks or 1)}
     argv = [fill(part, values) for part in (*command, *(a for change in changes for a in change.arguments))]
-    environment = {key: value for change in changes for key, value in change.environment.items()}
+    environment = {key: str(value) for change in changes for key, value in change.environment.items()}
     program = str(at / argv[0]) if "/" in argv[0] else argv[0]
     if shutil.which(program, path=environment.get("PATH")) is None:
         raise PlanError(f"{where}: {argv[0]}: no such program; expected one that can be executed")
     return Case(
         name, tuple(argv), str(at), plan.time_limit, environment=environment, inputs=_digests(at, argv),
-        progress=base.progress.pattern if base.progress else "",
-        success=base.success.pattern if base.success else "",
-        shows=tuple(change.shows.pattern for change in changes if change.shows),
+        progress=base.progress,
+        success=base.success,
+        shows=tuple(change.shows for change in changes if change.shows),
     )  # fmt: skip
 
 

@@ -11,9 +11,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from markdown_it import MarkdownIt
-from pydantic import TypeAdapter, ValidationError
 
-from backlight import atomic_files
+from backlight import atomic_files, codec
 from backlight.diagnose.test_matrix.case_run import EVIDENCE, OUTPUTS
 from backlight.diagnose.test_matrix.decision_tree import Branch, Status
 from backlight.diagnose.test_matrix.evaluation import CaseResult, Comparison
@@ -65,9 +64,6 @@ class MatrixReport:
         verdicts = [one.evaluation.verdict.value for one in self.cases]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)) or "no case has run"
         return "; ".join(filter(None, found)) or counts
-
-
-REPORTS = TypeAdapter(MatrixReport)
 
 
 def as_markdown(report: MatrixReport, *, full: bool = True) -> str:
@@ -160,8 +156,8 @@ def read_report(root: Path) -> MatrixReport:
     """Return the report in the directory of a test matrix; a MatrixDirectoryError if it is damaged."""
     path = root / REPORT
     try:
-        return REPORTS.validate_json(read(path))
-    except ValidationError:
+        return codec.convert(codec.decode(read(path).decode()), MatrixReport)
+    except ValueError:
         problem = "is damaged, or of another release; run the test matrix again"
         raise MatrixDirectoryError(f"{path}: {problem}") from None
 

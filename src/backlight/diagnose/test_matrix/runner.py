@@ -12,20 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import filelock
-from pydantic import TypeAdapter, ValidationError
 
-from backlight import atomic_files
+from backlight import atomic_files, codec
 from backlight.diagnose.test_matrix.case_run import run_case
 from backlight.diagnose.test_matrix.decision_tree import check_tree, walk
 from backlight.diagnose.test_matrix.evaluation import CaseResult, compare, evaluate
 from backlight.diagnose.test_matrix.plan import Case, Plan, PlanError, cases_of, read_plan
-from backlight.diagnose.test_matrix.report import REPORT, REPORTS, MatrixDirectoryError, MatrixReport
+from backlight.diagnose.test_matrix.report import REPORT, MatrixDirectoryError, MatrixReport
 from backlight.launch.subprocess import end_marked
 from backlight.redaction import Redaction
 from backlight.text import did_you_mean
 from backlight.untrusted_files import read
-
-_RESULTS = TypeAdapter(CaseResult)
 
 
 @dataclass(frozen=True)
@@ -96,7 +93,7 @@ def _run(root: Path, case: Case) -> CaseResult:
     relative = attempt.relative_to(root).as_posix()
     result = CaseResult(shown, case.digest, relative, observed, evaluate(observed))
     # From here on the case counts as done.
-    atomic_files.write(attempt / "result.json", _RESULTS.dump_json(result, indent=2))
+    atomic_files.write(attempt / "result.json", codec.encode(result, indent=2).encode())
     return result
 
 
@@ -107,8 +104,8 @@ def _attempts(root: Path, case: Case) -> list[Path]:
 def _stored(root: Path, case: Case) -> CaseResult | None:
     """Return the last result of exactly this case, None without one."""
     for attempt in reversed(_attempts(root, case)):
-        with contextlib.suppress(OSError, ValidationError):
-            found = _RESULTS.validate_json(read(attempt / "result.json"))
+        with contextlib.suppress(OSError, ValueError):
+            found = codec.convert(codec.decode(read(attempt / "result.json").decode()), CaseResult)
             if found.digest == case.digest:
                 return found
     return None
@@ -124,7 +121,7 @@ def _store(prepared: Prepared, root: Path, out: Path, results: Mapping[str, Case
     rerun = shlex.join(["backlight", "test-matrix", str(prepared.path), "--out", str(out)])
     name = prepared.plan.name or prepared.path.stem
     report = MatrixReport(name, rerun, tuple(done.values()), tuple(comparisons.values()), branches)
-    atomic_files.write(root / REPORT, REPORTS.dump_json(report, indent=2))
+    atomic_files.write(root / REPORT, codec.encode(report, indent=2).encode())
     return report
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backlight import strict_json
+from backlight import codec
 from backlight.records import Finding
 from backlight.series import SERIES, SeriesSchema
 from backlight.store.errors import ExportError
@@ -219,7 +219,7 @@ def _events_table(run: Run) -> Table:
 
     def rows() -> Iterator[tuple[Any, ...]]:
         for e in run.events():
-            yield e.step, e.attempt, e.rank, e.time, e.kind, strict_json.dump(dict(e.payload))
+            yield e.step, e.attempt, e.rank, e.time, e.kind, codec.encode(dict(e.payload))
 
     return _listed("events", "one row per event", columns, rows)
 
@@ -250,7 +250,7 @@ def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
         for f in findings():
             s = f.subject
             subject = (s.parameter, s.module, s.step, s.rank, s.line, s.verdict, s.phase)
-            evidence = strict_json.dump(f.evidence)
+            evidence = codec.encode(f.evidence)
             yield (
                 f.rule, f.severity.value, f.monitor, f.title, f.detail, *subject, evidence, f.fix,
                 f.refuted_if, f.version, f.made.value,
@@ -280,7 +280,7 @@ def _parameters_table(run: Run) -> Table:
             shape = "x".join(map(str, p.placement.global_shape or p.shape))
             yield (
                 p.name, shape, p.numel, p.dtype, p.device, p.requires_grad, p.module, p.module_type,
-                p.group or None, strict_json.dump(p.aliases), p.placement.layout.value,
+                p.group or None, codec.encode(p.aliases), p.placement.layout.value,
                 p.unmeasured or None,
             )  # fmt: skip
 
@@ -301,7 +301,7 @@ def _attempts_table(run: Run) -> Table:
 
     def rows() -> Iterator[tuple[Any, ...]]:
         for a in run.attempts:
-            arguments = strict_json.dump(a.argv)
+            arguments = codec.encode(a.argv)
             yield (
                 a.index, a.step_offset, a.status.value, a.started, a.ended, a.world_size, a.script, arguments
             )  # fmt: skip

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from backlight.records import Record
 from backlight.store.format.schema import FORMAT_VERSION
 
 INDEX = "index.json"
@@ -29,7 +28,7 @@ MAX_GROUP_ROWS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankIndex(Record):
+class RankIndex:
     """One rank: ``axis``, the lists of its ``tables`` (by id) and ``scalars`` are positions in the index.
 
     ``rows`` holds how many rows of each table the rank has, ``last_step`` its last global step.
@@ -44,7 +43,7 @@ class RankIndex(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Index(Record):
+class Index:
     """The whole of ``index.json``.
 
     ``names`` are lists of names of parameters, of which the first is the axis of the joined series;

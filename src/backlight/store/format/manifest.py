@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from backlight import clock
-from backlight.records import Record, RunStatus, Severity, to_json
+from backlight import clock, codec
+from backlight.records import RunStatus, Severity
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import MANIFEST
 from backlight.store.format.schema import FORMAT_VERSION
@@ -27,7 +27,7 @@ MAX_ATTEMPTS = 1_000_000
 
 
 @dataclass(slots=True)
-class Progress(Record):
+class Progress:
     """Progress of one rank of an attempt, which it states itself at each flush.
 
     ``files`` gives, by path below the run directory, the highest row of each table of a database or the size
@@ -64,7 +64,7 @@ class Progress(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary(Record):
+class Summary:
     """What a list of runs shows of the database of a first rank, while that is as it was when it was closed.
 
     ``size`` are its bytes and ``changed`` the time of its last change, in nanoseconds since the epoch. The
@@ -104,7 +104,7 @@ class AttemptEntry:
 
 
 @dataclass(slots=True)
-class Manifest(Record):
+class Manifest:
     """The whole of ``manifest.json``."""
 
     run_id: str
@@ -118,7 +118,7 @@ class Manifest(Record):
     def write(self, folder: Path) -> None:
         """Write the manifest into ``folder`` in one step; an OSError passes through."""
         self.format = FORMAT_VERSION
-        atomic_json.write_document(folder / MANIFEST, {"kind": FORMAT_NAME, **to_json(self)})
+        atomic_json.write_document(folder / MANIFEST, {"kind": FORMAT_NAME, **codec.plain(self)})
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -141,7 +141,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise RunFormatError(msg)
     check_format(path, data.get("format"))
     try:
-        manifest = Manifest.from_json(data)
+        manifest = codec.convert(data, Manifest)
         if not manifest.attempts:
             raise ValueError("it lists no attempt")
         if len({entry.index for entry in manifest.attempts}) != len(manifest.attempts):

@@ -19,8 +19,6 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.records import Record
-
 PREFIX = "spectra"
 LAYER, LEFT_OUT, MEASURED = "spectra", "spectra_left_out", "spectra_measured"
 """Kinds of events: a layer that is measured, a parameter that is not, a layer measured at a step."""
@@ -89,7 +87,7 @@ where not measured."""
 
 
 @dataclass(frozen=True)
-class Layer(Record):
+class Layer:
     """A matrix whose gradient is measured: a parameter, or the part ``split_of`` a fused weight.
 
     The parameter has ``shape``; the matrix has ``rows`` and ``columns``. ``layer`` is its module,
@@ -111,7 +109,7 @@ class Layer(Record):
 
 
 @dataclass(frozen=True)
-class Measurement(Record):
+class Measurement:
     """A layer at a step, in the :data:`NUMBERS` of the whole layer, NaN where not measured.
 
     ``blocks`` are ranges of directions that noise turns into one another. ``squares`` and ``products`` are

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from backlight import atomic_files
-from backlight.records import to_json
+from backlight import atomic_files, codec
 from backlight.series import SERIES, SeriesSchema
 from backlight.store.errors import RunFormatError
 from backlight.store.format.columnar import (
@@ -116,7 +115,7 @@ class _Conversion:
             scalars=tuple(lists),
             files=files,
         )
-        atomic_json.write_document(self.folder / INDEX, {"kind": INDEX_KIND, **to_json(index)})
+        atomic_json.write_document(self.folder / INDEX, {"kind": INDEX_KIND, **codec.plain(index)})
         self._verify()
 
     def _series(self, schema: SeriesSchema, done: int) -> None:
@@ -261,7 +260,7 @@ class _Conversion:
                 named = {i: names for f in mine for i, names in f.table_names.items()}
                 out[rank] = tuple((i, self._listed(names)) for i, names in named.items())
                 self.rows[rank]["parameter_table"] = len(tables)
-                yield from ((rank, i, atomic_json.dump(table)) for i, table in tables.items())
+                yield from ((rank, i, codec.encode_row(table)) for i, table in tables.items())
 
         self._rows("tables", {"rank": pa.int64(), "id": pa.int64(), "json": pa.string()}, rows())
         return out

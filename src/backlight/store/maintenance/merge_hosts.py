@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from backlight import atomic_files, untrusted_files
-from backlight.records import RunStatus, to_json
+from backlight import atomic_files, codec, untrusted_files
+from backlight.records import RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunWriteError
 from backlight.store.format.manifest import AttemptEntry, Manifest, Progress, read_manifest
 from backlight.store.format.names import (
@@ -113,7 +113,7 @@ def _plan_attempt(run: Path, own: AttemptEntry, opened: AttemptFiles, out: _Plan
             document = _document(source, opened, rank, target.name)
             existing = target / document_name(rank)
             if existing.exists():
-                if atomic_json.read_document(existing) != to_json(document):
+                if atomic_json.read_document(existing) != codec.plain(document):
                     raise _conflict(existing, source)
                 continue
             out.documents[existing] = document
@@ -151,7 +151,7 @@ def _document(source: Path, opened: AttemptFiles, rank: int, folder: str) -> dic
     progress = opened.progress.get(rank)
     if progress is None:
         raise RunFormatError(f"{source}: holds no progress of its rank; it is damaged")
-    stated: dict[str, Any] = to_json(progress)
+    stated: dict[str, Any] = codec.plain(progress)
     stated["files"] = {
         str(PurePosixPath(folder, *PurePosixPath(name).parts[1:])): last
         for name, last in stated["files"].items()

@@ -3,56 +3,16 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import zlib
 from pathlib import Path
 from typing import Any
 
-from backlight import atomic_files, strict_json, untrusted_files
-from backlight.records import to_json
+from backlight import atomic_files, codec, untrusted_files
 from backlight.store.errors import RunFormatError
 
-MAX_DEPTH = 64
-"""Documents that nest deeper are refused: what copies or compares them calls itself for each level."""
-
 _SEAL = re.compile(rb', "crc": (\d{1,10})\}\s*\Z')
-_TOO_DEEP = f"it nests deeper than {MAX_DEPTH}"
-_PARTS = {dict, list}
-
-
-def dump(document: Any) -> str:
-    """Return the JSON of a row of a database, which keeps Python's ``NaN`` and ``Infinity``: they read back.
-
-    Arrays become lists, and what JSON does not know becomes its text.
-    """
-    return _ENCODER.encode(to_json(document))
-
-
-# Of their own: a watched script may replace functions of json.
-_ENCODER, _DECODER = json.JSONEncoder(default=strict_json.plain), json.JSONDecoder()
-
-
-def load(text: str) -> Any:
-    """Return what a JSON text holds.
-
-    Raises
-    ------
-    ValueError
-        If it is no JSON, or nested deeper than :data:`MAX_DEPTH`.
-    """
-    try:
-        document = _DECODER.decode(text)
-    except RecursionError:
-        raise ValueError(_TOO_DEEP) from None
-    level = [document]
-    for _ in range(MAX_DEPTH):
-        parts = (part.values() if type(part) is dict else part for part in level if type(part) in _PARTS)
-        level = [value for part in parts for value in part if type(value) in _PARTS]
-        if not level:
-            return document
-    raise ValueError(_TOO_DEEP)
 
 
 def seal(text: str) -> bytes:
@@ -67,7 +27,7 @@ class _ChangedError(ValueError):
 
 def _unsealed(content: bytes) -> Any:
     """Return what a document holds, less its checksum; a ValueError where that does not fit."""
-    document = load(content.decode("utf-8"))
+    document = codec.decode(content.decode("utf-8"))
     if not isinstance(document, dict):
         return document
     stated = document.pop("crc", None)
@@ -116,7 +76,7 @@ def write_document(path: Path, document: Any) -> None:
     OSError
         If the file system refuses.
     """
-    data = seal(strict_json.dump(document))
+    data = seal(codec.encode(document))
     try:
         atomic_files.write(path, data)
     except OSError as error:

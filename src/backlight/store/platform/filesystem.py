@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from backlight import clock
+from backlight import clock, codec
 from backlight.store.errors import RunFormatError, RunWriteError
 from backlight.store.platform import atomic_json
 from backlight.store.platform.process import ProcessIdentity
@@ -176,7 +176,7 @@ def _kernel_lock(path: Path, deadline: float) -> Iterator[None]:
 
 
 def _create_claim(path: Path, claim: Path, deadline: float) -> None:
-    text = atomic_json.dump(ProcessIdentity.of_this_process()).encode("ascii")
+    text = codec.encode_row(ProcessIdentity.of_this_process()).encode("ascii")
     while True:
         try:
             # Creating a file that must not exist yet is atomic on network storage, too.
@@ -201,7 +201,7 @@ def _is_abandoned(claim: Path) -> bool:
     """Return whether the process that created the claim ended without removing it."""
     try:
         age_s = clock.system_time() - claim.stat().st_mtime
-        alive = ProcessIdentity.from_json(atomic_json.read_document(claim)).alive()
+        alive = codec.convert(atomic_json.read_document(claim), ProcessIdentity).alive()
     except (OSError, ValueError, RunFormatError):
         return False  # it has just been removed, or is just being written
     return alive is False or (alive is None and age_s > STALE_CLAIM_S)

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from backlight import processes
-from backlight.records import Record
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessIdentity(Record):
+class ProcessIdentity:
     """A process, uniquely; ``start`` is in clock ticks since boot, empty strings where unknown."""
 
     pid: Any = 0  # an int; damage reads as 0, and does not make the whole document unreadable

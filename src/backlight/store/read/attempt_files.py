@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from backlight import codec
 from backlight.records import Fingerprint, RunStatus
 from backlight.store.errors import RunFormatError
 from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, decoded, read_piece
@@ -143,9 +144,9 @@ def _open_document(out: AttemptFiles, rank: int) -> None:
         data = atomic_json.read_document(path)
         check_identity(path, data, rank, out.run_id, out.entry.launch)
         if data.get("fingerprint") is not None:
-            out.fingerprints[rank] = Fingerprint.from_json(data["fingerprint"])
+            out.fingerprints[rank] = codec.convert(data["fingerprint"], Fingerprint)
         if rank != out.entry.first and data.get("progress") is not None:
-            out.progress[rank] = Progress.from_json(data["progress"])
+            out.progress[rank] = codec.convert(data["progress"], Progress)
         if data.get("options"):
             out.options[rank] = dict(data["options"])
     except RunFormatError as error:
@@ -297,7 +298,7 @@ def _have_ended(path: Path) -> bool:
             if not document.exists():
                 continue
             progress = atomic_json.read_document(document).get("progress") or {}
-            if Progress.from_json(progress).status_now() is RunStatus.RUNNING:
+            if codec.convert(progress, Progress).status_now() is RunStatus.RUNNING:
                 return False
     except (OSError, ValueError, IndexError, RunFormatError):
         return False

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backlight import untrusted_files
+from backlight import codec, untrusted_files
 from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
 from backlight.store.format.columnar import INDEX, INDEX_KIND, JOINED, Index, RankIndex
@@ -142,7 +142,7 @@ class ColumnarDataset:
             if data.get("kind") != INDEX_KIND:
                 raise RunFormatError(f"{path}: has kind {data.get('kind')!r}, expected {INDEX_KIND!r}")
             check_format(path, data.get("format"))
-            self.index = Index.from_json(data)
+            self.index = codec.convert(data, Index)
             _check(self.index)
             owners = untrusted_files.owners_beside(path)
             self._mirror = mirror_of(path)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from backlight import codec
 from backlight.records import Finding, ParameterRecord
 from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
@@ -23,7 +24,6 @@ from backlight.store.format import checksums, column_codec, step_bins
 from backlight.store.format.manifest import AttemptEntry
 from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
 from backlight.store.format.schema import COUNTED, THINNED, TYPES, is_of_every_step
-from backlight.store.platform import atomic_json
 from backlight.store.read import scalar_blocks
 from backlight.store.read.snapshot import Rows, Snapshot
 from backlight.text import visible
@@ -465,7 +465,7 @@ def _is_series_row(row: tuple[Any, ...]) -> bool:
 @functools.lru_cache(maxsize=64)
 def table_of(text: str) -> Table:
     """Return the records of a parameter table; raise ValueError where it is none."""
-    table = ParameterRecord.tuple_from_json(text)
+    table = codec.convert(codec.decode(text), tuple[ParameterRecord, ...], "ParameterRecord")
     for p in table:
         if not 0 <= p.numel < 2**63:
             raise ValueError(f"parameter {p.name!r} has {p.numel} scalars")
@@ -475,8 +475,8 @@ def table_of(text: str) -> Table:
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    return dict(atomic_json.load(text))
+    return dict(codec.decode(text))
 
 
 def _finding(text: str) -> Finding:
-    return Finding.from_json(atomic_json.load(text))
+    return codec.convert(codec.decode(text), Finding)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight import codec
 from backlight.store.format.spectra import (
     FIELDS,
     LAYER,
@@ -91,7 +92,7 @@ def _events(run: Run) -> _Events:
         described: dict[str, Layer] = {}
         fields: dict[str, tuple[str, ...]] = {}
         for event in run.events(LAYER):
-            layer = Layer.from_json(event.payload)
+            layer = codec.convert(event.payload, Layer)
             described[layer.parameter] = layer
             # As they were written: a later release may know more of them.
             fields[layer.parameter] = tuple(str(name) for name in event.payload.get("fields", FIELDS))
@@ -100,7 +101,7 @@ def _events(run: Run) -> _Events:
             if event.step is not None:
                 given = event.payload.get("numbers", {})
                 numbers = {name: given.get(name, math.nan) for name in NUMBERS}
-                one = Measurement.from_json({**event.payload, "step": event.step, "numbers": numbers})
+                one = codec.convert({**event.payload, "step": event.step, "numbers": numbers}, Measurement)
                 found[one.step, one.parameter] = one
         by_step = tuple(found[key] for key in sorted(found, key=lambda key: key[0]))
         of: dict[str, list[Measurement]] = {}

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight import atomic_files, clock, strict_json, untrusted_files
+from backlight import atomic_files, clock, codec, untrusted_files
 from backlight.distributed import JOB_SEPARATOR, given_directory
 from backlight.records import Fingerprint, RunStatus
 from backlight.redaction import Redaction
@@ -94,7 +94,7 @@ class Entry:
 
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """Store the fingerprint of the rank; an OSError passes through."""
-        self._fingerprint = strict_json.dump(self.redaction.fingerprint(fingerprint))
+        self._fingerprint = codec.encode(self.redaction.fingerprint(fingerprint))
         self.publish_document()
 
     def update(self, files: dict[str, dict[str, int]], step: int = -1) -> None:
@@ -144,7 +144,7 @@ class Entry:
             "options": self.options,
         }
         # The fingerprint may hold thousands of modules; it is serialised once.
-        text = f'{strict_json.dump(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
+        text = f'{codec.encode(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
         atomic_files.write(self.folder / document_name(self.rank), atomic_json.seal(text))
 
 
@@ -431,7 +431,7 @@ def _expected_fingerprint(
     document = path / attempt_folder(attempts[-1].index) / document_name(rank)
     try:
         found = atomic_json.read_document(document).get("fingerprint")
-        return None if found is None else Fingerprint.from_json(found)
+        return None if found is None else codec.convert(found, Fingerprint)
     except (RunFormatError, OSError, ValueError):
         return None
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from backlight import atomic_files, clock, processes
+from backlight import atomic_files, clock, codec, processes
 from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
 from backlight.store.format import checksums, column_codec, scalar_codec, step_bins
@@ -29,7 +29,6 @@ from backlight.store.format.schema import (
     TYPES,
     is_of_every_step,
 )
-from backlight.store.platform import atomic_json
 from backlight.store.platform.connections import Connection, connect
 
 SQLITE_VERSION = sqlite3.sqlite_version
@@ -283,7 +282,7 @@ class RankDatabase:
             for i, block in enumerate(blocks)
         ]
         before = int(logged.steps.max(initial=-1)) + 1
-        payload = atomic_json.dump({"before": before, "every": width})
+        payload = codec.encode_row({"before": before, "every": width})
         return rows, Batch(events=[(newest, clock.unix_time(), THINNED, payload)] if rows else [])
 
     @property

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from backlight import clock
+from backlight import clock, codec
 from backlight.records import Finding
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import read_manifest
@@ -47,11 +47,11 @@ class WatchdogWriter:
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
         """Store an event at once; on failure ``lost`` holds the reason."""
-        self._write(Batch(events=[(step, clock.unix_time(), storable(kind), atomic_json.dump(payload))]))
+        self._write(Batch(events=[(step, clock.unix_time(), storable(kind), codec.encode_row(payload))]))
 
     def finding(self, finding: Finding) -> None:
         """Store a finding at once; on failure ``lost`` holds the reason."""
-        self._write(Batch(findings=[(clock.unix_time(), atomic_json.dump(finding))]))
+        self._write(Batch(findings=[(clock.unix_time(), codec.encode_row(finding))]))
 
     def evidence(self, name: str, data: bytes | str) -> str:
         """Store a file that findings cite; return its path below the run directory, empty if it is lost."""

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from backlight import clock
+from backlight import clock, codec
 from backlight.interrupts import is_interrupt, suppressed
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.redaction import Redaction
@@ -30,7 +30,7 @@ from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress
 from backlight.store.format.names import ARRAYS, database_name, storable
 from backlight.store.format.schema import DISK_LIMIT, NOT_STORED
-from backlight.store.platform import atomic_json, filesystem
+from backlight.store.platform import filesystem
 from backlight.store.write.arrays import ArrayWriter, write_evidence
 from backlight.store.write.attempt import Entry, enter
 from backlight.store.write.database import (
@@ -266,7 +266,7 @@ class RunWriter:
             self._tables[parameters] = table
             self._recent[id(parameters)] = (parameters, table)
             self._sizes[table] = np.array([p.numel for p in parameters], dtype=np.int64)
-            self._batch.tables.append((table, atomic_json.dump(parameters)))
+            self._batch.tables.append((table, codec.encode_row(parameters)))
             return table
 
     def append(
@@ -314,7 +314,7 @@ class RunWriter:
         """Buffer one event; ``payload`` becomes JSON."""
         if self._off():
             return
-        text = atomic_json.dump(payload)
+        text = codec.encode_row(payload)
         with self._buffers:
             if self._fits("event", len(text)):
                 self._batch.events.append((step, clock.unix_time(), storable(kind), text))
@@ -324,7 +324,7 @@ class RunWriter:
         if self._off():
             return
         with self._buffers:
-            self._batch.findings.append((clock.unix_time(), atomic_json.dump(finding)))
+            self._batch.findings.append((clock.unix_time(), codec.encode_row(finding)))
         self.flush()
 
     def array(
@@ -378,7 +378,7 @@ class RunWriter:
                 batch, self._batch = self._batch, Batch()
                 dropped, self._dropped = self._dropped, {}
             if dropped:
-                text = atomic_json.dump({"rows": dropped, "reason": "disk too slow, or max_disk reached"})
+                text = codec.encode_row({"rows": dropped, "reason": "disk too slow, or max_disk reached"})
                 batch.events.append((None, clock.unix_time(), NOT_STORED, text))
             with self._losing():
                 if not batch:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backlight import codec
 from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.monitors.grokking.model.curves import DetectionError, change_points
 from backlight.monitors.grokking.model.lead_lag import FOLLOWS, LeadLag, lead_lags
@@ -21,7 +22,6 @@ from backlight.monitors.grokking.model.reader import (
     stated,
 )
 from backlight.monitors.grokking.model.verdicts import Detection, LeadLagLimits, VerdictLimits
-from backlight.records import to_json
 from backlight.store.errors import StoreError
 from backlight.store.read.run import Run, open_run
 from backlight.text import count, listed, visible
@@ -69,17 +69,17 @@ class GrokkingAnalysis:
         plain: dict[str, Any] = {
             "run": str(self.run.path),
             "name": self.run.name,
-            "facts": to_json(self.facts),
-            **to_json(self.detection),
+            "facts": codec.plain(self.facts),
+            **codec.plain(self.detection),
             "control": None,
             "controls": [str(control.path) for control in self.controls],
             "seeds": [str(seed.path) for seed in self.seeds],
             "needed": self.needed,
-            "following": [to_json(row) for row in self.following],
+            "following": [codec.plain(row) for row in self.following],
             "change_points": None if self.changes is None else list(self.changes),
         }
         if self.control is not None and self.control_detection is not None:
-            plain["control"] = {"run": str(self.control.path), **to_json(self.control_detection)}
+            plain["control"] = {"run": str(self.control.path), **codec.plain(self.control_detection)}
         return plain
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from backlight.records import Evidence, Finding, to_json
+from backlight import codec
+from backlight.records import Evidence, Finding
 from backlight.registry import rule
 from backlight.store.read.run import Run
 from backlight.watchdog.peers import EVENT, joint_stalls
@@ -29,7 +30,7 @@ def stall(run: Run, limits: StallLimits) -> Iterator[Finding]:
             continue
         reported.add(key)
         is_replaced = (subject.verdict, subject.rank) in replaced
-        if joint and (to_json(subject) in open_subjects or is_replaced):
+        if joint and (codec.plain(subject) in open_subjects or is_replaced):
             files.update({e.path: e for e in finding.evidence if e.path in run.evidence()})
             continue
         yield finding

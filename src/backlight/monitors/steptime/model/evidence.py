@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from backlight import codec
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.steptime.model.step_times import PREFIX, Floats, PhaseTimes, read_phases
 from backlight.records import Evidence
-from backlight.store.platform import atomic_json
 from backlight.store.read.run import Event, Run
 
 RUNTIME_INFO = "runtime_info"
@@ -85,7 +85,7 @@ def read_profile(run: Run) -> StoredProfile | None:
     """Return the newest readable profile of a run; None where it has none."""
     for path in sorted((path for path in run.evidence() if _PROFILE.search(path)), reverse=True):
         try:
-            content = atomic_json.load(run.read_evidence(path).decode("utf-8"))
+            content = codec.decode(run.read_evidence(path).decode("utf-8"))
         except (ValueError, OSError):
             continue
         if isinstance(content, dict):

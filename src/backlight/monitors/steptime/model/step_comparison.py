@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from backlight import codec
 from backlight.monitors.steptime.model.evidence import read_runtime_info
 from backlight.monitors.steptime.model.run_variation import NONE, Variation, measure_variation
 from backlight.monitors.steptime.model.step_times import (
@@ -21,7 +22,6 @@ from backlight.monitors.steptime.model.step_times import (
     paired_difference,
     read_phases,
 )
-from backlight.records import to_json
 from backlight.store.read.run import Run
 from backlight.text import number
 
@@ -122,10 +122,10 @@ class TimeComparison:
     def as_json(self) -> dict[str, Any]:
         """Return everything as JSON types; the freedom of a variation, which may be infinite, is left out."""
         return {
-            **to_json(self),
+            **codec.plain(self),
             "verdict": self.verdict,
             "basis": self.basis,
-            "rows": [{**to_json(row), "verdict": row.verdict} for row in self.rows],
+            "rows": [{**codec.plain(row), "verdict": row.verdict} for row in self.rows],
             "variation": {"deviation": self.variation.deviation, "measured": self.variation.is_measured},
         }
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight import codec
 from backlight.monitors.steptime.panels.profile import ROWS, figures, table, text
 from backlight.report.charts import TONES, Axis, Line, chart
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
-from backlight.store.platform import atomic_json
 from backlight.text import size, visible
 
 NAME = "memory.json"
@@ -37,7 +37,7 @@ def account_of(source: Source) -> Accounted | str:
         return _NONE
     path = max(paths)
     try:
-        result = atomic_json.load(source.run.read_evidence(path).decode("utf-8"))
+        result = codec.decode(source.run.read_evidence(path).decode("utf-8"))
         attempt = int(path.split("/")[0].removeprefix("attempt-"))
         positions, curve = (
             source.run.array(f"memory/{name}", attempt=attempt)[1] for name in ("positions", "curve")
