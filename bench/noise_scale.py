@@ -67,7 +67,13 @@ def rounds(make: Callable[[], tuple[nn.Module, Batch]], count: int) -> list[dict
     found = []
     with tempfile.TemporaryDirectory() as folder:
         watch = backlight.watch(
-            model, optimizer, run=Path(folder) / "run", noise_scale=1, every=1, monitors="health", quiet=True
+            model,
+            optimizer,
+            run=Path(folder) / "run",
+            spectra={"noise_scale": 1},
+            every=1,
+            monitors="health",
+            quiet=True,
         )
         with watch:
             monitor = next(m for m in watch._attached.monitors if isinstance(m, NoiseScaleMonitor))

@@ -124,7 +124,7 @@ def main() -> None:
         "default monitors, every step": {"every": 1},
         "without stalls, every step": {"every": 1, "monitors": "health,steptime"},
         "correctness alone": {"monitors": "correctness"},
-        "every step, with histograms": {"every": 1, "histogram": True},
+        "every step, with histograms": {"every": 1, "health": {"histogram": True}},
     }
     for name, settings in rows.items():
         if settings is not None and options.only not in name:

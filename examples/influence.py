@@ -48,7 +48,7 @@ def train(weights: Tensor, steps: int, rate: float, run: str | None = None) -> f
         measures = {"every": 1, "influence": 1, "ntk": 10, "gram": 10, "gradients": 0, "window": 0}
         samples = summed_loss, batch, held_out
         watch = backlight.watch(
-            model, optimizer, run=run, monitors=("grokking",), samples=samples, measures=measures, quiet=True
+            model, optimizer, run=run, monitors=("grokking",), samples=samples, grokking=measures, quiet=True
         ).start()
     for _ in range(steps):
         optimizer.zero_grad()

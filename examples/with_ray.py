@@ -33,7 +33,7 @@ def train(config: dict[str, Any]) -> None:
     model = prepare_model(nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(rank)
-    with backlight.watch(model, optimizer, stall=config["stall"], trackers="ray"):
+    with backlight.watch(model, optimizer, stalls={"after": config["stall"]}, trackers="ray"):
         for step in range(config["steps"]):
             if config["plant"] and rank == 1 and step == 20:
                 queue.Queue[torch.Tensor]().get()  # the accident: nothing fills this queue

@@ -43,13 +43,20 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def backlight(installed: Path, *arguments: object) -> str:
+def environment(installed: Path) -> dict[str, str]:
     path = os.pathsep.join([str(installed / "target"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    done = subprocess.run(
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def call(installed: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-m", "backlight", *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, check=False, cwd=installed,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=120, check=False, cwd=installed, env=environment(installed),
     )  # fmt: skip
+
+
+def backlight(installed: Path, *arguments: object) -> str:
+    done = call(installed, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -73,6 +80,30 @@ def test_extension_finds_the_fault_and_not_the_control(installed: Path) -> None:
     assert lines[-1]["finding"] == "oscillating"
     backlight(installed, "report", faulty, "--out", installed / "faulty.html")
     assert "Gradients that change their sign" in (installed / "faulty.html").read_text()
+
+
+@pytest.mark.full
+def test_a_setting_of_the_extension_is_one_line(installed: Path) -> None:
+    """It is declared in one place, and given on the command line, in a file and in Python alike."""
+    common = ("--every", 1, "--monitors", "health,oscillation")
+    (installed / "settings.toml").write_text("[oscillation]\nsmallest = 1e9\n")
+    (installed / "watched.py").write_text(
+        "import sys, backlight\n"
+        "watch = backlight.watch(run=sys.argv[2], every=1, monitors='health,oscillation',"
+        " oscillation={'smallest': 1e9}).start()\n" + SCRIPT + "watch.stop()\n"
+    )
+    options = ("--set", "oscillation.smallest=1e9")
+    backlight(installed, "run", *common, *options, "--out", "by-option", "train.py", 0.55)
+    backlight(installed, "run", *common, "--config", "settings.toml", "--out", "by-file", "train.py", 0.55)
+    python = [sys.executable, "watched.py", "0.55", "by-keyword"]
+    subprocess.run(python, cwd=installed, env=environment(installed), check=True, capture_output=True)
+    for name in ("by-option", "by-file", "by-keyword"):
+        assert json.loads(backlight(installed, "findings", name, "--json"))["findings"] == []
+    done = call(installed, "run", *common, "--set", "oscillation.smalest=1", "train.py", 0.55)
+    assert done.returncode == 2
+    assert "oscillation: unknown key 'smalest'; did you mean 'smallest'?" in done.stderr
+    done = call(installed, "run", *common, "--set", "oscillation.smallest=-1", "train.py", 0.55)
+    assert "--set oscillation.smallest: -1: expected 0 or more" in done.stderr
 
 
 @pytest.mark.full

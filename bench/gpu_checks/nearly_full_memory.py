@@ -39,7 +39,7 @@ def main(check: Check) -> None:
         training.optimizer,
         run=check.folder / "run",
         every=1,
-        histogram=True,
+        health={"histogram": True},
         quiet=True,
         summary=False,
     ):

@@ -112,7 +112,7 @@ def _simulated_waits(check: Check) -> int:
 def main(check: Check) -> None:
     """Default monitors under "error", then spectra with them under "warn"."""
     try:
-        train(check, "default", check.no_synchronization, histogram=True, exact_updates=1)
+        train(check, "default", check.no_synchronization, health={"histogram": True, "exact_updates": 1})
     except RuntimeError as error:
         check.expect("default: error of a step", str(error).partition("\n")[0], "none", holds=False)
     steps = len(backlight.open_run(check.folder / "default").series_steps("gradient"))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from backlight.registry import Registry
-from backlight.setting_error import SettingError
+from backlight.settings import SettingError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -213,6 +213,8 @@ class Monitor:
         What is no longer recorded when it is disabled, for the warning; ``name`` where empty.
     order:
         Monitors with a lower number are called first, attached first and detached first; then by name.
+    wants_backwards:
+        Whether :meth:`on_backward_end` is to be called for every backward pass of a recorded step.
     uses_samples, needs_samples:
         Whether it makes use of ``watch(samples=...)``; the setting that cannot do without, empty for none.
     samples_for:
@@ -224,6 +226,7 @@ class Monitor:
     records: ClassVar[str] = ""
     order: ClassVar[int] = 0
     samples_for: ClassVar[str] = ""
+    wants_backwards: bool = False
     uses_samples: bool = False
     needs_samples: str = ""
 
@@ -268,7 +271,7 @@ class Monitor:
         return step + 1
 
     def on_backward_end(self, gradients: Gradients, part: int, record: StepRecord) -> None:
-        """Backward number ``part``, from 1, of a recorded step is over; only with ``per_backward=True``."""
+        """Backward number ``part``, from 1, of a recorded step is over; only with ``wants_backwards``."""
 
     def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
         """Gradients of a recorded step are final; called once per optimizer, or per clipping before it."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from backlight.records import Fingerprint
-from backlight.setting_error import SettingError
+from backlight.settings import SettingError
 
 REDACTED = "<redacted>"
 

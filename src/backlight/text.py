@@ -219,6 +219,24 @@ def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f"; there are: {listed(names, MOST_NAMES)}" if names else "; there are none"
 
 
+_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+
+def parse_size(text: str, where: str) -> int:
+    """Return bytes from ``"500M"``, ``"2.5G"`` or ``"1000000"``; K, M, G, T are powers of 1000.
+
+    Raises
+    ------
+    ValueError
+        If the text is not a positive size.
+    """
+    parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", text, re.IGNORECASE)
+    size = int(float(parts[1]) * _FACTORS[parts[2].upper()]) if parts else 0
+    if size <= 0:
+        raise ValueError(f"{where} {text!r}: expected a size such as 500M or 2G")
+    return size
+
+
 def assignment(item: str, option: str, example: str, error: type[ValueError] = ValueError) -> tuple[str, str]:
     """Return key and value of a ``KEY=VALUE`` item of the command line, stripped."""
     key, sign, value = (part.strip() for part in item.partition("="))

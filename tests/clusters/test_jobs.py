@@ -153,7 +153,16 @@ def test_command_writes_the_script_or_fails(
         "b=y",
     ]
     code, out, errors = call(
-        *options, "--histogram", "--out", "r", "--slurm-script", "j.sh", "train.py", "--every", "5"
+        *options,
+        "--set",
+        "health.histogram=true",
+        "--out",
+        "r",
+        "--slurm-script",
+        "j.sh",
+        "train.py",
+        "--every",
+        "5",
     )
     assert (code, out) == (0, "j.sh\n")
     text = (tmp_path / "j.sh").read_text()

@@ -57,7 +57,7 @@ print(sorted(seen.items()), sum(p.sum().item() for p in model.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["dispatch", "function", "subclass"])
-@pytest.mark.parametrize("options", [("--every", "1"), ("--per-backward",)], ids=" ".join)
+@pytest.mark.parametrize("options", [("--every", "1"), ("--set", "health.per_backward=true")], ids=" ".join)
 def test_modes_see_what_they_see_without_backlight(
     kind: str, options: tuple[str, ...], tmp_path: Path, console_script: Console
 ) -> None:

@@ -21,8 +21,9 @@ from backlight.experiments.config import Configuration, ConfigurationError, assi
 from backlight.experiments.cost import MEASURED as MEASURED_PARTS
 from backlight.experiments.cost import Choice, Cost, DoesNotFitError, Estimate, choose, estimate_of
 from backlight.experiments.runner import Progress, run_experiment
-from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier
+from backlight.monitors.grokking.model.measures import TIERS, at_tier
 from backlight.monitors.grokking.panels.influence import influence, summed_influences
+from backlight.monitors.grokking.settings import Measures
 from backlight.records import RunStatus
 from backlight.report.panel import Drawn
 from backlight.report.source import Source

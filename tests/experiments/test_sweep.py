@@ -19,7 +19,8 @@ from backlight.experiments.sweep import (
     seeds,
 )
 from backlight.launch.slurm import ClusterError, parameters
-from backlight.monitors.grokking.model.measures import TIERS, Measures
+from backlight.monitors.grokking.model.measures import TIERS
+from backlight.monitors.grokking.settings import Measures
 
 
 def test_seeds_and_members(tmp_path: Path) -> None:

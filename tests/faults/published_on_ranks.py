@@ -277,7 +277,7 @@ def main() -> None:
     torch.set_num_threads(1)
     folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
     hangs = set(names) <= set(HANGING)
-    settings: dict[str, Any] = {"stall": STALL_S} if hangs else {}
+    settings: dict[str, Any] = {"stalls": {"after": STALL_S}} if hangs else {}
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S if hangs else 60))
     LINK.install()
     for injected in (False, True):

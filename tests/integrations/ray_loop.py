@@ -62,7 +62,7 @@ def hang(config: dict[str, Any]) -> None:
 
     note(config, "variables", {name: os.environ.get(name) for name in VARIABLES})
     train(config, "plain")
-    train(config, "watched", {"stall": STALL_S, "trackers": "ray", "flush_interval": 0.1}, then)
+    train(config, "watched", {"stalls": {"after": STALL_S}, "trackers": "ray", "flush_interval": 0.1}, then)
 
 
 def skip_collective(marker: Path, model: nn.Module) -> None:
@@ -88,7 +88,7 @@ def retry(config: dict[str, Any]) -> None:
             first.touch()
             skip_collective(Path(config["folder"], "waits"), model)
 
-    train(config, "watched", {"stall": STALL_S} if is_first else {}, then)
+    train(config, "watched", {"stalls": {"after": STALL_S}} if is_first else {}, then)
 
 
 def held(config: dict[str, Any]) -> None:
@@ -153,6 +153,6 @@ def remote(config: dict[str, Any]) -> None:
     train(
         config,
         "watched",
-        {"stall": STALL_S},
+        {"stalls": {"after": STALL_S}},
         lambda watch, model: skip_collective(Path(config["folder"], "waits"), model),
     )

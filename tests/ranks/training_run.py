@@ -353,7 +353,7 @@ def report(name: str, make: Callable[[], Training]) -> None:
     torch.manual_seed(0)
     training = make()
     counts.append(collectives())
-    options = {"every": 1, "exact_updates": 1}
+    options = {"every": 1, "health": {"exact_updates": 1}}
     with (
         backlight_warnings() as messages,
         backlight.watch(training.model, training.optimizer, run=FOLDER / name, **options),

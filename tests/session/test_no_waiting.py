@@ -64,7 +64,7 @@ def test_step_path_never_synchronizes(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(samples_monitor, "is_accelerator", lambda _device: True)
     with counting() as alone:
         CASES[name].train()
-    watch = backlight.watch(run=tmp_path / "run", every=1, histogram=True)
+    watch = backlight.watch(run=tmp_path / "run", every=1, health={"histogram": True})
     with watch, counting() as watched:
         CASES[name].train()
     assert watched.calls > alone.calls, "the mode counted no operation of backlight"
@@ -98,7 +98,7 @@ def test_counting_mode_detects_a_read(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_one_transfer_per_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with backlight.watch(run=tmp_path / "usual", every=1, histogram=True):
+    with backlight.watch(run=tmp_path / "usual", every=1, health={"histogram": True}):
         CASES[name].train()
     sent = []
     original = transfer.start_copy
@@ -107,7 +107,7 @@ def test_one_transfer_per_step(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         transfer, "start_copy", lambda table: (sent.append(table.numel()), original(table))[1]
     )
-    with backlight.watch(run=tmp_path / "carried", every=1, histogram=True):
+    with backlight.watch(run=tmp_path / "carried", every=1, health={"histogram": True}):
         CASES[name].train()
     assert len(sent) == CASES[name].steps
     usual, carried = (backlight.open_run(tmp_path / run) for run in ("usual", "carried"))

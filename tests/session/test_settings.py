@@ -5,11 +5,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from pathlib import Path
 
 import pytest
+from settings_page import PAGE, page
 
 import backlight
-from backlight.session.settings import Settings, SettingsKeywords, given_settings
+from backlight.cli.options import given_options
+from backlight.monitors.health.settings import HealthSettings
+from backlight.session.settings import Settings, given_settings
+from backlight.settings import built_in_settings
 
 ENTRIES = (
     "session.watch.watch",
@@ -24,25 +29,57 @@ def test_keywords_and_defaults_are_those_of_the_settings(entry: str) -> None:
     module, _, name = entry.rpartition(".")
     parameters = inspect.signature(getattr(importlib.import_module(f"backlight.{module}"), name)).parameters
     assert not [p for p in parameters.values() if p.kind is p.VAR_KEYWORD]
-    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    fields = {field.name: field for field in dataclasses.fields(Settings) if field.name != "of_monitors"}
+    monitors = built_in_settings()
     assert [name for name in parameters if name in fields] == list(fields)
+    assert [*parameters][-len(monitors) :] == monitors
     for name, field in fields.items():
         assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
         if parameters[name].default is not None:  # None stands for the default
             assert parameters[name].default == field.default
-    others = [*parameters][: -len(fields)]
-    assert [*parameters] == [*others, *fields]
-
-
-def test_typed_keywords_are_those_of_the_settings() -> None:
-    assert [*SettingsKeywords.__annotations__] == [field.name for field in dataclasses.fields(Settings)]
 
 
 def test_none_stands_for_the_default() -> None:
-    assert (
-        Settings.of(given_settings({name.name: None for name in dataclasses.fields(Settings)})) == Settings()
-    )
+    nothing = dict.fromkeys([*(field.name for field in dataclasses.fields(Settings)), "health"])
+    assert Settings.of(given_settings(nothing)) == Settings()
     assert given_settings({"every": 3, "run": "x", "steps": None}) == {"every": 3}
+
+
+def test_settings_of_a_monitor_are_the_same_from_everywhere(tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text("[health]\nexact_updates = 8\ndecompose = [3]\n")
+    file = Settings.read(tmp_path / "settings.toml", {})
+    line = Settings.of(given_options({"health__decompose": [3]}, ["health.exact_updates=8"]))
+    python = Settings.of({"health": {"exact_updates": 8, "decompose": 3}})
+    assert file == line == python == Settings.of({"health": HealthSettings(exact_updates=8, decompose=(3,))})
+    assert HealthSettings.of(python).exact_updates == 8
+    assert HealthSettings.of(Settings()) == HealthSettings()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"healht": {}}, r"^settings: unknown key 'healht'; did you mean 'health'\?$"),
+        ({"health": {"exact_update": 1}}, r"^settings: health: unknown key 'exact_update'; did you mean"),
+        ({"health": {"exact_updates": 0}}, r"^health.exact_updates: 0: expected 1 or more$"),
+        (
+            {"health": {"exact_updates": "x"}},
+            r"health.exact_updates: expected int \| null, got 'x'$",
+        ),
+        ({"health": 3}, r"^health: expected HealthSettings or a mapping, got int$"),
+        (
+            {"monitors": "steptime", "health": {"exact_updates": 1}},
+            r"^health.exact_updates: needs the monitor health, which is not requested; add it to monitors$",
+        ),
+        ({"max_disk": "5 apples"}, r"^--max-disk '5 apples': expected a size such as 500M or 2G$"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings.of(given)
+
+
+def test_the_page_of_settings_is_that_of_the_declarations() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python docs/settings_page.py"
 
 
 @pytest.mark.parametrize(

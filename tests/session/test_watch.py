@@ -63,7 +63,7 @@ def test_numbers_equal_those_of_a_manual_loop(tmp_path: Path) -> None:
     model, optimizer = build_with_sgd()
     expected = []
     with backlight.watch(
-        model, optimizer, run=tmp_path / "run", every=1, exact_updates=1, monitors=("health",)
+        model, optimizer, run=tmp_path / "run", every=1, health={"exact_updates": 1}, monitors=("health",)
     ):
         for x, y in batches(STEPS):
             optimizer.zero_grad()
@@ -107,7 +107,7 @@ def test_optimizer_that_replaces_storage_has_updates(tmp_path: Path) -> None:
     model = build()
     optimizer = ReplacingSGD(model.parameters(), lr=0.1)
     with backlight.watch(
-        model, optimizer, run=tmp_path / "run", every=1, exact_updates=1, monitors=("health",)
+        model, optimizer, run=tmp_path / "run", every=1, health={"exact_updates": 1}, monitors=("health",)
     ):
         for x, y in batches(STEPS):
             optimizer.zero_grad()
@@ -383,7 +383,7 @@ def test_foreign_directory_is_rejected(tmp_path: Path) -> None:
 
 
 def test_per_backward(tmp_path: Path) -> None:
-    with backlight.watch(run=tmp_path / "run", every=1, per_backward=True, monitors=("health",)):
+    with backlight.watch(run=tmp_path / "run", every=1, health={"per_backward": True}, monitors=("health",)):
         CASES["accumulation"].train()
     run = backlight.open_run(tmp_path / "run")
     whole = run.frame("gradient", "norm")

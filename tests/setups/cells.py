@@ -129,7 +129,9 @@ def health(setup: Setup, folder: Path) -> Outcome:
     overflow_at = 1 if setup.scaled else -1
     reference = reference_run(setup, overflow_at)
     model, optimizer = training_setups.build(setup)
-    with watched(model, optimizer, folder / "run", "health", every=1, exact_updates=1) as messages:
+    with watched(
+        model, optimizer, folder / "run", "health", every=1, health={"exact_updates": 1}
+    ) as messages:
         training_setups.train(setup, model, optimizer, overflow_at=overflow_at)
     close = {"rel": 1e-6, "abs": 1e-9} if setup.ranks == 1 else {"rel": 1e-4, "abs": 1e-6}
     run = backlight.open_run(folder / "run")
@@ -165,7 +167,7 @@ def stalls(setup: Setup, folder: Path) -> Outcome:
     model, optimizer = training_setups.build(setup)
     sleeps = rank() == setup.ranks - 1
     pauses = Pauses(backward=SLEEP if sleeps else 0.0, step=2)
-    with watched(model, optimizer, folder / "run", "stalls", stall=STALL) as messages:
+    with watched(model, optimizer, folder / "run", "stalls", stalls={"after": STALL}) as messages:
         wait_for_watchdog()
         training_setups.train(setup, model, optimizer, pauses=pauses)
     run = backlight.open_run(folder / "run")
@@ -223,7 +225,7 @@ def grokking(setup: Setup, folder: Path) -> Outcome:
         assert not any(f"gradient/{name}" in run.array_names() for name in ("up.weight", "down.weight"))
         gradients, gram = _reasons(run, messages).split(" | ")
         assert "a sharded gradient is on this rank in part only; it is not stored" in gradients
-        note = f"without measures={{'gather': True}}: {gram}"
+        note = f"without grokking={{'gather': True}}: {gram}"
     run, messages = _geometry(setup, folder / "run", **({"gather": True} if note else {}))
     assert_nothing_missing(run, messages)
     steps, matrices = run.array("gram/model/matrix")
@@ -247,7 +249,7 @@ def _geometry(setup: Setup, path: Path, **more: Any) -> tuple[Run, list[str]]:
     model, optimizer = training_setups.build(setup)
     measures = {"every": 2, "gram": 1, "mean_gradient": 1, "window": 1, "vectors": 0, "agop": 1, **more}
     samples = (sample_loss(setup), probe())
-    with watched(model, optimizer, path, "grokking", measures=measures, samples=samples) as messages:
+    with watched(model, optimizer, path, "grokking", grokking=measures, samples=samples) as messages:
         training_setups.train(setup, model, optimizer)
     return backlight.open_run(path), messages
 
@@ -392,10 +394,9 @@ def identical(setup: Setup, folder: Path) -> Outcome:
                 path,
                 monitors,
                 every=1,
-                exact_updates=1,
-                histogram=True,
+                health={"exact_updates": 1, "histogram": True},
                 samples=(sample_loss(setup), probe()),
-                measures={"every": 1, "gram": 1, "agop": 1, "vectors": 1, "top_k": 2},
+                grokking={"every": 1, "gram": 1, "agop": 1, "vectors": 1, "top_k": 2},
                 spectra={"states": ("update", "momentum"), "split": 4},
             )
         with run:

@@ -25,7 +25,7 @@ _IN_PART = (
     r"^up.weight: sharded: no rank has a whole gradient of it before it is reduced \| down.weight: sharded"
 )
 _GATHERED = (
-    r"without measures=\{'gather': True\}: .*sharded over processes \(DTensor\); measure an unsharded copy"
+    r"without grokking=\{'gather': True\}: .*sharded over processes \(DTensor\); measure an unsharded copy"
 )
 
 EXPECTED: dict[Cell, tuple[str, str]] = {

@@ -132,9 +132,9 @@ def watched(
         run=path,
         monitors=MONITORS,
         every=1,
-        exact_updates=1,
+        health={"exact_updates": 1},
         samples=(sample_loss, next(batches())),
-        measures={"every": 1, "gram": 1, "agop": 1, "vectors": 0},
+        grokking={"every": 1, "gram": 1, "agop": 1, "vectors": 0},
         spectra={"split": 3},
     ):
         noted = one.fit()
@@ -211,7 +211,9 @@ def test_model_compiled_after_the_watch_began(tmp_path: Path) -> None:
     """A model that was not passed to watch is found, and followed after it is wrapped."""
     alone = wrapper("aot_eager").fit()
     torch._dynamo.reset()
-    with backlight.watch(run=tmp_path / "run", monitors="health,stalls,steptime", every=1, exact_updates=1):
+    with backlight.watch(
+        run=tmp_path / "run", monitors="health,stalls,steptime", every=1, health={"exact_updates": 1}
+    ):
         noted = wrapper("aot_eager").fit()
     check(alone, noted, tmp_path / "run")
     run = backlight.open_run(tmp_path / "run")

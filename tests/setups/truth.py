@@ -98,7 +98,7 @@ def watched(run: Callable[[], Noted], path: Path, **settings: Any) -> tuple[Note
     Updates are compared where they are measured: a parameter that no optimizer holds has none.
     """
     alone = run()
-    with backlight.watch(run=path, every=1, exact_updates=1, **settings):
+    with backlight.watch(run=path, every=1, health={"exact_updates": 1}, **settings):
         noted = run()
     check(alone, noted, path)
     return noted, backlight.open_run(path)

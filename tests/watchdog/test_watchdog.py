@@ -85,7 +85,7 @@ def test_state_follows_the_training_and_is_removed(tmp_path: Path, directory: Pa
 
 def test_watching_changes_no_weight(tmp_path: Path, directory: Path) -> None:
     plain = train(6)
-    with backlight.watch(run=tmp_path / "run", monitors="stalls", stall=0.5):
+    with backlight.watch(run=tmp_path / "run", monitors="stalls", stalls={"after": 0.5}):
         watched = train(6)
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 

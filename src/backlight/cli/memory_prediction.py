@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from backlight.cli.options import parse_size
 from backlight.terminal import make_console
+from backlight.text import parse_size
 
 
 @dataclass(frozen=True)

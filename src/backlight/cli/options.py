@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import re
+import functools
+import inspect
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 from typer import Argument, Context, Option
 
-from backlight.setting_error import SettingError
+from backlight.settings import (
+    MONITOR_SETTINGS,
+    SettingError,
+    assigned,
+    built_in_settings,
+    options_of,
+    type_of,
+)
+from backlight.settings import Option as Setting
 from backlight.terminal import write
-from backlight.text import assignments, did_you_mean
+from backlight.text import did_you_mean
 
 if TYPE_CHECKING:
     from backlight.store.read.remote import Mirror
@@ -97,41 +106,72 @@ Device = Annotated[str | None, Option("--device", metavar="NAME", help="Device, 
 RUNS = Path("runs")
 """Where runs are recorded by default."""
 
-_FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_SEPARATOR = "__"
+"""Between monitor and field in the name of a parameter."""
 
 
-def parse_size(text: str, where: str) -> int:
-    """Return bytes from ``"500M"``, ``"2.5G"`` or ``"1000000"``; K, M, G, T are powers of 1000.
+def _flagged() -> Iterator[tuple[str, Any, str, Setting]]:
+    """Yield name, class, field and option of each setting that has an option of its own."""
+    from backlight.session.settings import Settings
+
+    kinds = {"": Settings, **{name: MONITOR_SETTINGS[name] for name in built_in_settings()}}
+    for monitor, kind in kinds.items():
+        for field, setting in options_of(kind).items():
+            if setting.flags:
+                yield f"{monitor}.{field}" if monitor else field, kind, field, setting
+
+
+def with_settings(function: Callable[..., int]) -> Callable[..., int]:
+    """Return a command that has an option for each setting with flags, in place of ``**values``."""
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name, kind, field, setting in _flagged():
+        hint = type_of(kind, field)
+        number = next((each for each in (int, float) if each in {hint, *get_args(hint)}), str)
+        value: Any = bool if hint is bool else str if setting.parse is not None else number
+        if setting.repeatable:
+            value = list[number]  # type: ignore[valid-type]  # the type of an item
+        text = f"{setting.help[:-1]} (repeatable)." if setting.repeatable else setting.help
+        option = Option(*setting.flags, metavar=setting.metavar or None, help=text)
+        annotation = value if hint is bool else value | None
+        parameters.append(
+            inspect.Parameter(
+                name.replace(".", _SEPARATOR),
+                inspect.Parameter.KEYWORD_ONLY,
+                default=False if hint is bool else None,
+                annotation=Annotated[annotation, option],
+            )
+        )
+
+    @functools.wraps(function)
+    def command(*args: Any, **kwargs: Any) -> int:
+        return function(*args, **kwargs)
+
+    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    del command.__wrapped__  # its annotations would be read
+    return command
+
+
+def given_options(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
+    """Return the settings that were given, those of a monitor in a mapping of its own.
 
     Raises
     ------
     ValueError
-        If the text is not a positive size.
+        If an item of ``--set`` has another form.
     """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", text, re.IGNORECASE)
-    size = int(float(found[1]) * _FACTORS[found[2].upper()]) if found else 0
-    if size <= 0:
-        raise ValueError(f"{where} {text!r}: expected a size such as 500M or 2G")
-    return size
-
-
-def parse_groups(items: Iterable[str]) -> dict[str, str]:
-    """Return patterns by group name from ``NAME=PATTERN`` items.
-
-    Raises
-    ------
-    ValueError
-        If an item has another form, or a name comes twice.
-    """
-    return assignments(items, "--group", "NAME=PATTERN, such as --group host='encoder.*'")
-
-
-OPTION_OF = {"groups": "--group", "trackers": "--tracker"}
-"""Options of settings that have another name."""
+    given = assigned(changes)
+    for name, value in values.items():
+        if value is not None and value is not False and value != []:
+            monitor, _, field = name.rpartition(_SEPARATOR)
+            target = given.setdefault(monitor, {}) if monitor else given
+            target[field] = value
+    return given
 
 
 @contextlib.contextmanager
-def options_as_typed(context: Context, given: Collection[str]) -> Iterator[None]:
+def options_as_typed(context: Context, given: Mapping[str, Any]) -> Iterator[None]:
     """Reword errors of settings: those ``given`` on the command line are called by their options.
 
     Raises
@@ -139,14 +179,18 @@ def options_as_typed(context: Context, given: Collection[str]) -> Iterator[None]
     ValueError
         In place of a SettingError; the settings of a file keep the names of its keys.
     """
-    options = {p.name: p.opts[0] for p in context.command.params if p.param_type_name == "option"} | OPTION_OF
     config = context.params.get("config")
+    flags = {name: setting.flags[0] for name, _, _, setting in _flagged()}
     try:
         yield
     except SettingError as error:
-        from_file = config is not None and error.setting not in given
-        line = error.worded(lambda name: name if from_file else options.get(name, name))
-        raise ValueError(f"{config}: {line}" if from_file else line) from None
+        monitor, _, field = error.setting.rpartition(".")
+        from_file = config is not None and field not in (given.get(monitor, ()) if monitor else given)
+
+        def typed(name: str) -> str:
+            return name if from_file else flags.get(name, f"--set {name}")
+
+        raise ValueError(f"{config}: {error.worded(typed)}" if from_file else error.worded(typed)) from None
 
 
 def parse_fail_on(text: str | None, known: Collection[str]) -> frozenset[str]:

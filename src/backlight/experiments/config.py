@@ -17,8 +17,10 @@ import yaml
 
 from backlight import codec
 from backlight.experiments.experiment import EXPERIMENTS, Experiment
-from backlight.monitors.grokking.model.measures import Measures
+from backlight.monitors.grokking.settings import Measures
 from backlight.registry import UnknownNameError
+from backlight.settings import SettingError
+from backlight.store.format.hdf5_pieces import Filters
 from backlight.text import assignment, did_you_mean
 from backlight.untrusted_files import read_text
 
@@ -39,6 +41,7 @@ class RunOptions:
     run trains the steps since the last one again. ``disk_free`` bytes must stay free on the disk; below it,
     the run stores less. ``flush_seconds`` lie between two writes. One of torch's ``threads`` is fastest for
     small models, leaves cores to other runs, and makes sums independent of the machine.
+    ``compression`` of arrays is ``gzip`` with a ``level`` of 0 to 9, ``lzf`` or ``none``.
     """
 
     checkpoint_every: int = 1000
@@ -46,6 +49,8 @@ class RunOptions:
     disk_free: int = 1_000_000_000
     flush_seconds: float = 2.0
     threads: int = 1
+    compression: str = "gzip"
+    level: int = 1
 
     def __post_init__(self) -> None:
         for name, least in (("checkpoint_every", 1), ("checkpoints", 1), ("disk_free", 0), ("threads", 1)):
@@ -53,6 +58,14 @@ class RunOptions:
                 raise ValueError(f"run.{name}={getattr(self, name)}: expected {least} or more")
         if not 0.01 <= self.flush_seconds <= 3600:
             raise ValueError(f"run.flush_seconds={self.flush_seconds}: expected 0.01 to 3600")
+        try:
+            self.filters()
+        except ValueError as error:
+            raise ValueError(f"run.{error}") from None
+
+    def filters(self) -> Filters:
+        """Return how arrays are compressed; ValueError for an unknown way."""
+        return Filters(self.compression, self.level)
 
 
 @dataclass(frozen=True)
@@ -230,5 +243,7 @@ def _merged(base: Mapping[str, Any], values: Any, path: str, where: str) -> dict
 def _validated(kind: Any, value: Any, path: str, where: str) -> Any:
     try:
         return codec.convert(value, kind, where, path)
+    except SettingError as error:  # what the monitor calls grokking is the section measures of a file
+        raise ConfigurationError(error.worded(lambda name: name.replace("grokking.", "measures."))) from None
     except ValueError as error:
         raise ConfigurationError(str(error)) from None

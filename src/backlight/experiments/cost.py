@@ -21,7 +21,8 @@ from backlight.experiments.task import Task
 from backlight.monitors.grokking.instrument.kernel_series import ROWS
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
-from backlight.monitors.grokking.model.measures import SAMPLED, TIERS, Measures, at_tier, free_bytes, left_out
+from backlight.monitors.grokking.model.measures import TIERS, at_tier, free_bytes, left_out
+from backlight.monitors.grokking.settings import SAMPLED, Measures
 from backlight.processes import available_memory, resident_memory
 from backlight.text import size
 

@@ -29,10 +29,10 @@ from backlight.experiments.experiment import Duration
 from backlight.experiments.task import Task
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
-from backlight.monitors.grokking.model.measures import TIERS, DiskGuard, Measures, at_tier, degradation
+from backlight.monitors.grokking.model.measures import TIERS, DiskGuard, at_tier, degradation
+from backlight.monitors.grokking.settings import Measures
 from backlight.records import RunStatus
 from backlight.store.errors import RunExistsError
-from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from backlight.threads import BackgroundThread
@@ -212,7 +212,7 @@ def run_experiment(
         flush_interval=configuration.run.flush_seconds,
         step_offset=start,
         on_lost=on_warning,
-        filters=Filters(configuration.measures.compression, configuration.measures.level),
+        filters=configuration.run.filters(),
     )
     recorder = OffsetRecorder(writer, start)
     warned: set[str] = set()

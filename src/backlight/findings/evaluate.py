@@ -14,7 +14,7 @@ from backlight.generators import kept_random
 from backlight.interrupts import is_interrupt
 from backlight.records import Finding, FindingKind, Made, Severity
 from backlight.registry import DISPLAYS, RULES, warn
-from backlight.setting_error import SettingError
+from backlight.settings import SettingError
 from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run
 from backlight.text import did_you_mean

@@ -6,10 +6,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from backlight.integrations.hosted import Hosted, HostedWatch, OnEnd, require
-from backlight.session.settings import SettingsKeywords, suggest_keywords
+from backlight.session.settings import suggest_keywords
 
 VERSION = require("accelerate", "accelerate")
 """The release of Accelerate that is here."""
@@ -66,7 +66,7 @@ def watch(
     samples: Samples | None = None,
     on_end: OnEnd | None = None,
     summary: bool = True,
-    **settings: Unpack[SettingsKeywords],
+    **settings: Any,
 ) -> AcceleratedWatch:
     """Watch a loop of Accelerate; use the result as a context manager around it.
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from backlight.integrations.hosted import Hosted, HostedWatch, OnEnd, require
-from backlight.session.settings import SettingsKeywords, suggest_keywords
+from backlight.session.settings import suggest_keywords
 
 VERSION = require("deepspeed", "deepspeed")
 """The release of DeepSpeed that is here."""
@@ -41,7 +41,7 @@ def watch(
     samples: Samples | None = None,
     on_end: OnEnd | None = None,
     summary: bool = True,
-    **settings: Unpack[SettingsKeywords],
+    **settings: Any,
 ) -> EngineWatch:
     """Watch a loop of ``engine.backward`` and ``engine.step``; use the result as a context manager around it.
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self
 
 from backlight.distributed import launch_id, rank_and_size
 from backlight.findings.evaluate import Findings, findings_of
@@ -26,7 +26,7 @@ from backlight.notebook import notebook_shell
 from backlight.notifier import Notifier
 from backlight.records import Finding
 from backlight.session.script_end import failure, uncaught_exception
-from backlight.session.settings import Settings, SettingsKeywords, given_settings, suggest_keywords
+from backlight.session.settings import Settings, given_settings, suggest_keywords
 from backlight.session.watch import Watch, watch
 from backlight.store.errors import StoreError
 from backlight.store.read.attempt_files import wait_for_ranks
@@ -321,7 +321,7 @@ class HostedCallback(Hosting):
         samples: Samples | None = None,
         on_end: OnEnd | None = None,
         summary: bool = True,
-        **settings: Unpack[SettingsKeywords],
+        **settings: Any,
     ) -> None:
         super().__init__()
         self._hosted = Hosted(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 from backlight.integrations.hosted import Hosted, HostedWatch, OnEnd, require
-from backlight.session.settings import SettingsKeywords, suggest_keywords
+from backlight.session.settings import suggest_keywords
 
 VERSION = require("torchtitan", "torchtitan")
 """The release of torchtitan that is here."""
@@ -80,7 +80,7 @@ def watch(
     samples: Samples | None = None,
     on_end: OnEnd | None = None,
     summary: bool = True,
-    **settings: Unpack[SettingsKeywords],
+    **settings: Any,
 ) -> TitanWatch:
     """Watch a torchtitan ``Trainer``, or a loop in its style; use the result as a context manager.
 

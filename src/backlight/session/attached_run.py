@@ -82,7 +82,7 @@ class AttachedRun:
         self.sampling = Sampling(settings.every)
         self.recorder = StepRecorder(scope, self.sampling, monitors, notifier)
         self.tracker = StepTracker(
-            scope, self.recorder, per_backward=settings.per_backward, max_steps=settings.steps
+            scope, self.recorder, per_backward=monitors.want_backwards, max_steps=settings.steps
         )
         notifier.clock = self.tracker
         self._scope, self._forwards, self._results = scope, ScopeForwards(scope), ResultQueue()

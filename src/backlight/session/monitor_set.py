@@ -73,6 +73,11 @@ class MonitorSet:
     def __iter__(self) -> Iterator[Monitor]:
         return iter(self._monitors)
 
+    @property
+    def want_backwards(self) -> bool:
+        """Whether a monitor is to be called for every backward pass of a recorded step."""
+        return any(monitor.wants_backwards for monitor in self._monitors)
+
     def attach(self, run: RunContext) -> None:
         """Attach every monitor; what one of them listens to is removed with it."""
         for monitor in self._monitors:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backlight import codec
 from backlight.distributed import given_directory, launch_id, rank_and_size, start_id, world
 from backlight.findings.evaluate import evaluate_rules
 from backlight.notebook import notebook_name, notebook_shell
@@ -15,7 +16,6 @@ from backlight.records import OTHERS, Finding, Made, RunStatus
 from backlight.registry import RULES
 from backlight.session.settings import Settings
 from backlight.store.errors import RunExistsError, RunHeldError
-from backlight.store.format.hdf5_pieces import Filters
 from backlight.store.format.manifest import read_manifest
 from backlight.store.format.schema import EVALUATED
 from backlight.store.read.attempt_files import open_attempt, wait_for_ranks
@@ -90,7 +90,6 @@ def open_writer(
         "resume": resume,
         "numbered": numbered,
         "otherwise": own_path(path, launch) if launch and is_chosen_by_launcher(path) else None,
-        "filters": Filters(settings.measures.compression, settings.measures.level),
         "options": _options(settings, size),
         "join_timeout": join_timeout(),
         "share": settings.share,
@@ -198,7 +197,5 @@ def _options(settings: Settings, size: int) -> dict[str, Any]:
         "world_size": size,
         "monitors": list(settings.monitors),
         "every": "by budget" if settings.every is None else settings.every,
-        "histogram": settings.histogram,
-        "exact_updates": "sampled" if settings.exact_updates is None else settings.exact_updates,
-        "per_backward": settings.per_backward,
+        **codec.plain(settings.of_monitors),
     }

@@ -1,4 +1,4 @@
-"""The settings of a session: from keywords, from a TOML file, checked in one place.
+"""The settings of a session: from keywords, from a TOML file, from the command line, checked in one place.
 
 A file looks like this; every key is optional::
 
@@ -8,6 +8,8 @@ A file looks like this; every key is optional::
     host = "encoder.*"
     [thresholds.health]
     vanishing_rms = 1e-9
+    [health]
+    exact_updates = 8
 """
 
 from __future__ import annotations
@@ -16,22 +18,29 @@ import dataclasses
 import functools
 import inspect
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypedDict, TypeVar, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 from backlight import codec
 from backlight.findings.limits import declared, merge_overrides
 from backlight.monitor import MONITORS, built_in_monitors, check_monitors
-from backlight.monitors.grokking.model.measures import Measures
-from backlight.monitors.spectra.model.options import SpectraOptions
-from backlight.monitors.stalls.trace_monitor import traced_kinds
 from backlight.records import Finding
 from backlight.redaction import check_patterns
 from backlight.registry import RULES
 from backlight.session.trackers.base import chosen
-from backlight.setting_error import SettingError
-from backlight.text import did_you_mean
+from backlight.settings import (
+    MONITOR_SETTINGS,
+    MonitorSettings,
+    Option,
+    SettingError,
+    built_in_settings,
+    check_bounds,
+    options_of,
+    refuse_unknown,
+    type_of,
+)
+from backlight.text import assignments, did_you_mean, parse_size
 from backlight.untrusted_files import read_text
 
 P = ParamSpec("P")
@@ -48,130 +57,137 @@ ELSEWHERE = {**dict.fromkeys(FOLDERS, "run"), **dict.fromkeys(INTERVALS, "every"
 """Keywords of other libraries, and of our own command line, with what they are called here."""
 
 
+def _names(given: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names of ``"health,steptime"``, or those of a list."""
+    names = given.split(",") if isinstance(given, str) else given
+    return tuple(stripped for name in names if (stripped := name.strip()))
+
+
+def _texts(given: str | Iterable[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
+
+
+def _groups(given: Mapping[str, str] | Iterable[str]) -> Mapping[str, str]:
+    if isinstance(given, Mapping):
+        return given
+    return assignments(given, "--group", "NAME=PATTERN, such as --group host='encoder.*'")
+
+
+def _bytes(given: int | str) -> int:
+    return parse_size(given, "--max-disk") if isinstance(given, str) else given
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a session measures and keeps.
+    """What a session measures and keeps; ``of_monitors`` are settings that monitors declare, by monitor."""
 
-    Attributes
-    ----------
-    monitors:
-        Monitors that measure.
-    every:
-        Record every Nth step; None lets the budget of 1 % of the time decide.
-    steps:
-        End the run cleanly after so many steps; None for never.
-    groups:
-        Patterns over parameter names, by the name of the group.
-    histogram:
-        Record exponent histograms at every recorded step.
-    exact_updates:
-        Measure updates over all weights, at every Nth recorded step; None for a sample at every 4th.
-    per_backward:
-        Also record the gradients after every single backward of an accumulation.
-    noise_scale:
-        Measure the noise scale of the first microbatch of every Nth step; 0 for steps that become rarer as
-        the run goes on, None for none.
-    decompose:
-        Steps whose gradient is decomposed by samples, counted as the run counts them; on an accelerator the
-        training process computes their forward passes once more.
-    detail:
-        Steps recorded in full after a finding.
-    stall:
-        Seconds after which a step that does not move is looked at; None to follow the run.
-    trace:
-        What to trace line by line: gradients, modules, buckets; without it the value of BACKLIGHT_TRACE.
-    max_disk:
-        Bytes that the run may take; None for no limit.
-    flush_interval:
-        Seconds between two writes; what a kill can lose.
-    resume:
-        Continue the run that the directory holds, as a new attempt; without it such a directory is refused.
-    step_offset:
-        Number of the first step, for a resumed run; None continues the run.
-    share:
-        Open a new run directory to other users, as far as the umask permits; else only its owner enters it.
-    redact:
-        Regular expressions of secrets: values of arguments whose name matches, and matching parts of others,
-        are not stored, besides those that :mod:`backlight.redaction` recognises.
-    keep_arguments:
-        Store the arguments of the script as they are, secrets included.
-    thresholds:
-        Overridden thresholds by monitor and name.
-    trackers:
-        Trackers that get the numbers of the live run: ``NAME`` or ``NAME=TARGET`` of
-        :data:`backlight.session.trackers.base.TRACKERS`.
-    on_finding:
-        Called on rank 0 with each new :class:`backlight.Finding`: during the run on another thread, so that
-        training does not wait for it, at the end with the rest. What it raises is reported once.
-    stop_on:
-        Rules, or a severity and those above it, whose first error or warning ends the run before the next
-        step, with exit code 79.
-    on_stop:
-        Called with that finding before the run is ended, on the training thread: to save a checkpoint.
-    quiet:
-        Print neither where the run is recorded nor its findings, only what backlight fails to record.
-    measures:
-        What the monitor grokking measures, and how often.
-    spectra:
-        What the monitor spectra catches, and how often; fields of
-        :class:`backlight.monitors.spectra.model.options.SpectraOptions`.
-    """
-
-    monitors: tuple[str, ...] = DEFAULT_MONITORS
-    every: int | None = None
-    steps: int | None = None
-    groups: dict[str, str] = dataclasses.field(default_factory=dict)
-    histogram: bool = False
-    exact_updates: int | None = None
-    per_backward: bool = False
-    noise_scale: int | None = None
-    decompose: tuple[int, ...] = ()
-    detail: int = 20
-    stall: float | None = None
-    trace: tuple[str, ...] = ()
-    max_disk: int | None = None
-    flush_interval: float = 1.0
-    resume: bool = False
-    step_offset: int | None = None
-    share: bool = False
-    redact: tuple[str, ...] = ()
-    keep_arguments: bool = False
-    thresholds: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
-    trackers: tuple[str, ...] = ()
-    on_finding: OnFinding | None = None
-    stop_on: tuple[str, ...] = ()
-    on_stop: OnFinding | None = None
-    quiet: bool = False
-    measures: Measures = dataclasses.field(default_factory=Measures)
-    spectra: SpectraOptions = dataclasses.field(default_factory=SpectraOptions)
+    monitors: Annotated[
+        tuple[str, ...],
+        Option(
+            "Monitors, as health,correctness,steptime.",
+            flags=("--monitors",), metavar="NAME,...", parse=_names,
+        ),
+    ] = DEFAULT_MONITORS  # fmt: skip
+    every: Annotated[
+        int | None,
+        Option(
+            "Record every Nth step (default: adapt to stay within 1 % overhead).",
+            flags=("--every",), metavar="N", at_least=1,
+        ),
+    ] = None  # fmt: skip
+    steps: Annotated[
+        int | None,
+        Option(
+            "Optimizer steps after which the script is ended.", flags=("--steps",), metavar="N", at_least=1
+        ),
+    ] = None
+    groups: Annotated[
+        dict[str, str],
+        Option(
+            "Group of parameters, by a pattern over their names.",
+            flags=("--group",), metavar="NAME=PATTERN",
+            repeatable=True, parse=_groups,
+        ),
+    ] = dataclasses.field(default_factory=dict)  # fmt: skip
+    detail: Annotated[int, Option("Steps recorded in full after a finding.", at_least=0)] = 20
+    trackers: Annotated[
+        tuple[str, ...],
+        Option(
+            "Tracker that gets the numbers, as tensorboard=logs.",
+            flags=("--tracker",), metavar="NAME[=TARGET]",
+            repeatable=True, parse=_texts,
+        ),
+    ] = ()  # fmt: skip
+    max_disk: Annotated[
+        int | None,
+        Option(
+            "Maximum size of the run directory, as 500M.",
+            flags=("--max-disk",), metavar="SIZE", at_least=1, parse=_bytes,
+        ),
+    ] = None  # fmt: skip
+    flush_interval: Annotated[
+        float, Option("Seconds between two writes: what a kill can lose.", at_least=0.01)
+    ] = 1.0
+    resume: Annotated[
+        bool, Option("Continue the run in the directory as a new attempt.", flags=("--resume",))
+    ] = False
+    step_offset: Annotated[
+        int | None, Option("Number of the first step of a resumed run (default: continue its count).")
+    ] = None
+    share: Annotated[
+        bool, Option("Let other users of the machine read the run directory.", flags=("--share",))
+    ] = False
+    redact: Annotated[
+        tuple[str, ...],
+        Option(
+            "Regular expression of secrets to leave out of the run.",
+            flags=("--redact",), metavar="REGEX",
+            repeatable=True, parse=_texts,
+        ),
+    ] = ()  # fmt: skip
+    keep_arguments: Annotated[
+        bool, Option("Store the script's arguments unredacted.", flags=("--keep-arguments",))
+    ] = False
+    thresholds: Annotated[
+        dict[str, dict[str, float]], Option("Limits of rules that differ from their defaults, by monitor.")
+    ] = dataclasses.field(default_factory=dict)
+    on_finding: Annotated[
+        OnFinding | None,
+        Option(
+            "Called on rank 0 with each new finding: on another thread while the run goes on, so that "
+            "training does not wait for it, and at the end with the rest. What it raises is reported once."
+        ),
+    ] = None
+    stop_on: Annotated[
+        tuple[str, ...],
+        Option(
+            "Rules, or a severity, that end the run before the next step: exit code 79.",
+            flags=("--stop-on",), metavar="RULE,...", parse=_names,
+        ),
+    ] = ()  # fmt: skip
+    on_stop: Annotated[
+        OnFinding | None,
+        Option(
+            "Called with that finding on the training thread before the run is ended: to save a checkpoint."
+        ),
+    ] = None
+    quiet: Annotated[bool, Option("Print nothing unless backlight fails.", flags=("--quiet", "-q"))] = False
+    of_monitors: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, least in (
-            ("every", 1),
-            ("steps", 1),
-            ("exact_updates", 1),
-            ("noise_scale", 0),
-            ("detail", 0),
-            ("max_disk", 1),
-            ("flush_interval", 0.01),
-            ("stall", 0.5),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise SettingError(name, f"{value}: expected {least} or more")
-        if self.decompose and min(self.decompose) < 0:
-            raise SettingError("decompose", f"{min(self.decompose)}: expected numbers of steps from 0 on")
-        if self.decompose and "health" not in self.monitors:
-            raise SettingError("decompose", "needs the monitor health, which decomposes steps, in {monitors}")
+        check_bounds(self)
         check_patterns(self.redact)
         if not self.monitors:
             raise SettingError("monitors", "expected at least one name, as health")
-        for given in self.trackers:
-            chosen(given)
+        for name in self.trackers:
+            chosen(name)
         for monitor, values in self.thresholds.items():
             if not declared(monitor):
                 raise ValueError(f"thresholds.{monitor}: no monitor of that name has thresholds")
             merge_overrides(monitor, given=values)
+
+        for part in self.of_monitors.values():
+            part.check_requested(self.monitors)
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Settings:
@@ -195,21 +211,13 @@ class Settings:
 
     @classmethod
     def _checked(cls, values: Mapping[str, Any], where: str) -> Settings:
-        known = [f.name for f in dataclasses.fields(cls)]
-        _refuse_unknown(values, known, where)
-        prepared = dict(values)
-        for key in ("monitors", "stop_on"):
-            if isinstance(prepared.get(key), str):
-                prepared[key] = tuple(name.strip() for name in prepared[key].split(",") if name.strip())
-        if isinstance(prepared.get("decompose"), int):
-            prepared["decompose"] = (prepared["decompose"],)
-        for key in ("trackers", "redact"):
-            if isinstance(prepared.get(key), str):
-                prepared[key] = (prepared[key],)
-        _known_fields(prepared.get("measures"), Measures, f"{where}: measures")
-        _known_fields(prepared.get("spectra"), SpectraOptions, f"{where}: spectra")
-        prepared["trace"] = traced_kinds(prepared.get("trace"))
-        return codec.convert(prepared, cls, where)
+        parts = {name: kind for name, kind in MONITOR_SETTINGS.items() if name in values}
+        own = {name: value for name, value in values.items() if name not in parts}
+        known = [field.name for field in dataclasses.fields(cls) if field.name != "of_monitors"]
+        refuse_unknown(own, known if set(own) <= set(known) else [*known, *MONITOR_SETTINGS], where)
+        of_monitors = {name: _part(kind, values[name], where) for name, kind in parts.items()}
+        settings = codec.convert(parsed(cls, own), cls, where)
+        return dataclasses.replace(settings, of_monitors=of_monitors)
 
     def check_names(self) -> None:
         """Refuse unknown monitors and rules, without torch: before a script starts.
@@ -247,42 +255,34 @@ class Settings:
         return {monitor: dict(values) for monitor, values in self.thresholds.items() if values}
 
 
-class SettingsKeywords(TypedDict, total=False):
-    """The fields of :class:`Settings` as keywords of a call; None stands for the default."""
+def parsed(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values that were given for the fields of ``kind``, each as its option reads it.
 
-    monitors: str | Sequence[str]
-    every: int | None
-    steps: int | None
-    groups: Mapping[str, str] | None
-    histogram: bool
-    exact_updates: int | None
-    per_backward: bool
-    noise_scale: int | None
-    decompose: int | Sequence[int]
-    detail: int
-    stall: float | None
-    trace: str | Sequence[str] | None
-    max_disk: int | None
-    flush_interval: float
-    resume: bool
-    step_offset: int | None
-    share: bool
-    redact: str | Sequence[str]
-    keep_arguments: bool
-    thresholds: Mapping[str, Mapping[str, float]] | None
-    trackers: str | Sequence[str]
-    on_finding: OnFinding | None
-    stop_on: str | Sequence[str]
-    on_stop: OnFinding | None
-    quiet: bool
-    measures: Mapping[str, Any] | Measures | None
-    spectra: Mapping[str, Any] | SpectraOptions | None
+    Raises
+    ------
+    ValueError
+        If an option cannot read one.
+    """
+    options = options_of(kind)
+    readers = {name: option.parse for name, option in options.items() if option.parse is not None}
+    return {name: readers[name](value) if name in readers else value for name, value in values.items()}
+
+
+def _part(kind: type[MonitorSettings], given: Any, where: str) -> MonitorSettings:
+    """Return the settings of a monitor, from a mapping or as they are."""
+    if isinstance(given, kind):
+        return given
+    if not isinstance(given, Mapping):
+        raise SettingError(kind.name, f"expected {kind.__name__} or a mapping, got {type(given).__name__}")
+    names = list(options_of(kind))  # type: ignore[arg-type]  # it is hashable
+    refuse_unknown(given, names, f"{where}: {kind.name}")
+    return codec.convert(parsed(kind, given), kind, where, kind.name)
 
 
 def given_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings among the arguments of a call; None stands for the default."""
-    names = [field.name for field in dataclasses.fields(Settings)]
-    return {name: arguments[name] for name in names if arguments.get(name) is not None}
+    names = {*(field.name for field in dataclasses.fields(Settings)), *MONITOR_SETTINGS}
+    return {name: value for name, value in arguments.items() if name in names and value is not None}
 
 
 def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
@@ -293,7 +293,7 @@ def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name, value in kwargs.items():
-            if name not in known:
+            if name not in known and name not in MONITOR_SETTINGS:
                 ours = ELSEWHERE.get(name)
                 hint = f"; here it is {ours}={value!r}" if ours else did_you_mean(name, known)
                 raise TypeError(f"{function.__qualname__}() has no parameter {name!r}{hint}")
@@ -304,29 +304,21 @@ def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def explicit(signature: inspect.Signature) -> inspect.Signature:
-    """Return ``signature`` with each field of the settings in place of ``**settings``."""
+    """Return ``signature`` with each setting, and each monitor that has some, in place of ``**settings``."""
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     if len(own) == len(signature.parameters):
         return signature
-    types = get_type_hints(SettingsKeywords)
-    fields = (
-        inspect.Parameter(
-            field.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None if field.default is dataclasses.MISSING else field.default,
-            annotation=types[field.name],
-        )
-        for field in dataclasses.fields(Settings)
+    stated = {parameter.name for parameter in own}
+    fields = [f for f in dataclasses.fields(Settings) if f.name not in {*stated, "of_monitors"}]
+    keywords = [
+        *(
+            (f.name, None if f.default is dataclasses.MISSING else f.default, type_of(Settings, f.name))
+            for f in fields
+        ),
+        *((name, None, "Mapping[str, Any] | MonitorSettings | None") for name in built_in_settings()),
+    ]
+    more = (
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for name, default, hint in keywords
     )
-    return signature.replace(parameters=[*own, *fields])
-
-
-def _refuse_unknown(values: Mapping[str, Any], known: list[str], where: str) -> None:
-    for key in values:
-        if key not in known:
-            raise ValueError(f"{where}: unknown key {key!r}{did_you_mean(key, known)}")
-
-
-def _known_fields(values: Any, kind: type[Measures | SpectraOptions], where: str) -> None:
-    if isinstance(values, Mapping):
-        _refuse_unknown(values, [f.name for f in dataclasses.fields(kind)], where)
+    return signature.replace(parameters=[*own, *more])

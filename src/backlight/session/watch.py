@@ -30,6 +30,7 @@ from backlight.session.run_directory import chosen_path, is_chosen_by_launcher, 
 from backlight.session.sampling import Sampling
 from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
+from backlight.settings import MonitorSettings
 from backlight.store.errors import RunPathError, RunWriteError, StoreError
 from backlight.store.read.run import open_run
 from backlight.text import count
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from backlight.monitors.grokking.model.measures import Measures
-    from backlight.monitors.spectra.model.options import SpectraOptions
     from backlight.session.settings import OnFinding
     from backlight.store.format.manifest import Progress
 
@@ -345,14 +344,8 @@ def watch(
     every: int | None = None,
     steps: int | None = None,
     groups: Mapping[str, str] | None = None,
-    histogram: bool = False,
-    exact_updates: int | None = None,
-    per_backward: bool = False,
-    noise_scale: int | None = None,
-    decompose: int | Sequence[int] = (),
     detail: int = 20,
-    stall: float | None = None,
-    trace: str | Sequence[str] | None = None,
+    trackers: str | Sequence[str] = (),
     max_disk: int | None = None,
     flush_interval: float = 1.0,
     resume: bool = False,
@@ -361,13 +354,11 @@ def watch(
     redact: str | Sequence[str] = (),
     keep_arguments: bool = False,
     thresholds: Mapping[str, Mapping[str, float]] | None = None,
-    trackers: str | Sequence[str] = (),
     on_finding: OnFinding | None = None,
     stop_on: str | Sequence[str] = (),
     on_stop: OnFinding | None = None,
     quiet: bool = False,
-    measures: Mapping[str, Any] | Measures | None = None,
-    spectra: Mapping[str, Any] | SpectraOptions | None = None,
+    **of_monitors: Mapping[str, Any] | MonitorSettings | None,
 ) -> Watch:
     """Watch a training run.
 
@@ -398,6 +389,8 @@ def watch(
         Print one line with the result to standard error at the end, on rank 0.
     monitors, every, steps, groups, ...:
         What is measured and kept: the fields of :class:`backlight.session.settings.Settings`.
+    health, stalls, grokking, spectra, ...:
+        Settings of that monitor, as a mapping or an object of its class: ``health={"exact_updates": 8}``.
 
     Returns
     -------
@@ -409,7 +402,7 @@ def watch(
     ValueError
         If a setting is out of range.
     """
-    settings = given_settings(locals())
+    settings = given_settings({**locals(), **of_monitors})
     models = listed(model, "model", "torch.nn.Module", "parameters")
     given = listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
     optimizers = [inner for outer in given for inner in underlying(outer)]

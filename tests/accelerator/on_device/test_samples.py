@@ -35,7 +35,7 @@ def train(device: str, model: nn.Module, run: Path | None, *decompose: int) -> l
     x, y = torch.randn(STEPS, N, 6), torch.randint(0, 4, (STEPS, N))
     x[SPIKE, BAD] *= 1000
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    settings: Any = {"monitors": ("health",), "every": 1, "decompose": decompose, "quiet": True}
+    settings: Any = {"monitors": ("health",), "every": 1, "health": {"decompose": decompose}, "quiet": True}
     with backlight.watch(model, optimizer, run=run, **settings) if run else contextlib.nullcontext():
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -79,7 +79,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tenso
 def train(run: Path, device: str, *, busy_s: float = 0.0) -> backlight.Run:
     model, optimizer = build(device)
     given = batches(device, STEPS)
-    with backlight.watch(model, optimizer, run=run, every=1, histogram=True, exact_updates=1):
+    with backlight.watch(model, optimizer, run=run, every=1, health={"histogram": True, "exact_updates": 1}):
         for x, y in given:
             if busy_s:
                 simulated.sleep(busy_s)
@@ -382,7 +382,9 @@ def test_pinned_memory_is_allocated_once(tmp_path: Path, monkeypatch: pytest.Mon
     pinned_block.PINNED.reset()
     monkeypatch.setattr(torch, "empty", noted)
     model, optimizer = build("sim")
-    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, histogram=True, summary=False):
+    with backlight.watch(
+        model, optimizer, run=tmp_path / "run", every=1, health={"histogram": True}, summary=False
+    ):
         for x, y in batches("sim", 40):
             simulated.sleep(0.01)  # copies are on their way for long
             step(model, optimizer, x, y)

@@ -17,7 +17,7 @@ from backlight.diagnose.spectra.options import SpectraRequest
 from backlight.diagnose.spectra.run import measure_spectra
 from backlight.launch.recipe import read_recipe
 from backlight.measure.spectra.measurement import spectral_echo
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 from backlight.store.errors import StoreError
 from backlight.store.format.spectra import FIELDS
 from backlight.store.read.run import open_run

@@ -38,7 +38,7 @@ def watched(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, samples: Any = None
 ) -> backlight.Watch:
     return backlight.watch(
-        model, optimizer, run=path, monitors=("grokking",), measures=MEASURES, samples=samples
+        model, optimizer, run=path, monitors=("grokking",), grokking=MEASURES, samples=samples
     )
 
 
@@ -171,9 +171,9 @@ def test_failed_check_is_warning_and_dropped_measurement(tmp_path: Path) -> None
     [
         ({"samples": (sample_loss,)}, r"samples must be \(loss_fn, batch\)"),
         ({"samples": (sample_loss, data()), "monitors": ("health",)}, "samples are for the monitor grokking"),
-        ({"measures": {"grams": 1}}, r"unknown key 'grams'; did you mean 'gram'"),
-        ({"measures": {"window_steps": 1}}, "measures.window_steps=1: expected 2 or more"),
-        ({"measures": {"compression": "zip"}}, "compression='zip'"),
+        ({"grokking": {"grams": 1}}, r"unknown key 'grams'; did you mean 'gram'"),
+        ({"grokking": {"window_steps": 1}}, "grokking.window_steps: 1: expected 2 or more"),
+        ({"grokking": {"precision": "half"}}, "grokking.precision: 'half': expected float32 or float64"),
     ],
 )
 def test_invalid_samples_are_refused(given: dict[str, Any], message: str) -> None:

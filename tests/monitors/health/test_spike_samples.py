@@ -75,7 +75,12 @@ def train(
     thresholds: dict[str, float] | None = None,
 ) -> Run:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    settings: Any = {"every": every, "decompose": decompose, "monitors": ("health",), "quiet": True}
+    settings: Any = {
+        "every": every,
+        "health": {"decompose": decompose},
+        "monitors": ("health",),
+        "quiet": True,
+    }
     settings["thresholds"] = {"health": thresholds or {}}
     with backlight.watch(model, optimizer, run=path, **settings):
         for number, batch in enumerate(batches):
@@ -259,10 +264,13 @@ def test_requested_step_names_the_sample_with_the_largest_share(tmp_path: Path) 
 
 
 def test_request_without_health_or_of_a_negative_step_is_refused() -> None:
-    with pytest.raises(ValueError, match="decompose: needs the monitor health, which decomposes steps"):
-        backlight.watch(classifier(), decompose=3, monitors=("steptime",))
+    with pytest.raises(
+        ValueError,
+        match=r"health\.decompose: needs the monitor health, which is not requested",
+    ):
+        backlight.watch(classifier(), health={"decompose": 3}, monitors=("steptime",))
     with pytest.raises(ValueError, match="decompose: -1: expected numbers of steps from 0 on"):
-        backlight.watch(classifier(), decompose=-1)
+        backlight.watch(classifier(), health={"decompose": -1})
 
 
 def test_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
@@ -441,7 +449,8 @@ else:  # as a layer of tensor parallelism by hand does
             return x
     model = nn.parallel.DistributedDataParallel(nn.Sequential(model, Reduces()))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-with backlight.watch(model, optimizer, run=sys.argv[1], monitors=("health",), decompose=1, quiet=True):
+settings = {"monitors": ("health",), "health": {"decompose": 1}, "quiet": True}
+with backlight.watch(model, optimizer, run=sys.argv[1], **settings):
     for step in range(3):
         functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(0, 4, (16,))).backward()
         optimizer.step()

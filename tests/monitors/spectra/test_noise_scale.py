@@ -140,7 +140,9 @@ def truth(model: nn.Module, x: Tensor, y: Tensor, names: list[str], size: int = 
 
 def watched(model: nn.Module, x: Any, y: Tensor, path: Path, loss: Loss = mean_loss, steps: int = 1) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=path, noise_scale=1, monitors="health", summary=False):
+    with backlight.watch(
+        model, optimizer, run=path, spectra={"noise_scale": 1}, monitors="health", summary=False
+    ):
         for _ in range(steps):
             optimizer.zero_grad()
             loss(model(x), y).backward()
@@ -229,7 +231,7 @@ def test_first_microbatch_of_an_accumulation(tmp_path: Path) -> None:
     oracle = copy.deepcopy(model)
     x, y = inputs("rows", 2 * N)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with backlight.watch(model, optimizer, run=tmp_path / "run", noise_scale=1, summary=False):
+    with backlight.watch(model, optimizer, run=tmp_path / "run", spectra={"noise_scale": 1}, summary=False):
         for part in range(2):
             (mean_loss(model(x[part * N : part * N + N]), y[part * N : part * N + N]) / 2).backward()
         optimizer.step()
@@ -286,7 +288,7 @@ def test_refused_step_has_a_reason(
     model = make().double()
     x, y = inputs(kind, n)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    watch = backlight.watch(model, optimizer, run=tmp_path / "run", noise_scale=1, summary=False)
+    watch = backlight.watch(model, optimizer, run=tmp_path / "run", spectra={"noise_scale": 1}, summary=False)
     with pytest.warns(RuntimeWarning, match=reason), watch:
         (loss(model, x, y) if loss else mean_loss(model(x), y)).backward()
         optimizer.step()
@@ -309,7 +311,7 @@ QUICK = {
 def test_training_is_unchanged(name: str, tmp_path: Path) -> None:
     alone = CASES[name].train()
     random = torch.get_rng_state()
-    with backlight.watch(run=tmp_path / "run", noise_scale=1, quiet=True):
+    with backlight.watch(run=tmp_path / "run", spectra={"noise_scale": 1}, quiet=True):
         found = CASES[name].train()
     assert_equal(alone, found)
     assert torch.equal(random, torch.get_rng_state())
@@ -333,7 +335,7 @@ def test_graph_of_the_gradient_is_left_alone(tmp_path: Path) -> None:
     x, y = inputs("rows")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     oracle = copy.deepcopy(model)
-    with backlight.watch(model, optimizer, run=tmp_path / "run", noise_scale=1, summary=False):
+    with backlight.watch(model, optimizer, run=tmp_path / "run", spectra={"noise_scale": 1}, summary=False):
         mean_loss(model(x), y).backward(create_graph=True)
         optimizer.step()
         for parameter in model.parameters():
@@ -357,7 +359,7 @@ def test_is_no_default(tmp_path: Path) -> None:
     assert Settings().noise_scale is None
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="noise_scale: -1: expected 0 or more"):
-        backlight.watch(NormedMlp(), run=tmp_path / "run", noise_scale=-1)
+        backlight.watch(NormedMlp(), run=tmp_path / "run", spectra={"noise_scale": -1})
 
 
 def test_panel(tmp_path: Path) -> None:

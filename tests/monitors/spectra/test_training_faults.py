@@ -231,15 +231,15 @@ def test_steps_beyond_backlog_are_skipped(tmp_path: Path, monkeypatch: pytest.Mo
     ("settings", "message"),
     [
         ({"spectra": {"split": 4}}, r"spectra.split=4 needs samples=\(loss_fn, batch\)"),
-        ({"spectra": {"split": 2}}, "spectra.split=2: expected 0, or 3 and more"),
+        ({"spectra": {"split": 2}}, "spectra.split: 2: expected 0, or 3 and more"),
         ({"spectra": {"include": ["nothing.*"]}}, "spectra.include 'nothing.*' matches none of 5 matrices"),
         ({"spectra": {"includ": []}}, "unknown key 'includ'; did you mean 'include'"),
-        ({"spectra": {"buffer": "disk"}}, "spectra.buffer='disk': expected one of host, device"),
-        ({"spectra": {"memory": 0}}, "spectra.memory=0: expected 1 or more"),
+        ({"spectra": {"buffer": "disk"}}, "spectra.buffer: 'disk': expected one of host, device"),
+        ({"spectra": {"memory": 0}}, "spectra.memory: 0: expected 1 or more"),
         ({"spectra": {"states": ["weight"]}}, "spectra.states: 'weight' is unknown"),
         ({"spectra": {"fused": {"head.weight": ["a"]}}}, "needs two or more parts"),
         ({"spectra": {"fused": {"head.weight": list("abcde")}}}, "cannot be divided into 5 equal parts"),
-        ({"spectra": {"exchange": True, "ranks": "each"}}, "spectra.exchange is for ranks that hold"),
+        ({"spectra": {"exchange": True, "ranks": "each"}}, "spectra.exchange: is for ranks that hold"),
     ],
 )
 def test_invalid_settings_are_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import torch
 
 from backlight.monitor import Gradients, Monitor, RunContext
 from backlight.session.step_recorder import StepRecord
+from oscillation.settings import OscillationSettings
 
 
 class OscillationMonitor(Monitor):
@@ -17,6 +18,7 @@ class OscillationMonitor(Monitor):
     def attach(self, run: RunContext) -> None:
         """Start without anything to compare with."""
         self._before: dict[int, torch.Tensor] = {}
+        self._smallest = OscillationSettings.of(run.settings).smallest
 
     def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
         """Add the share of changed signs; it stays on its device, so that nothing here waits."""
@@ -24,7 +26,8 @@ class OscillationMonitor(Monitor):
         for row, gradient in zip(gradients.rows, gradients.tensors, strict=True):
             if gradient is None:
                 continue
-            signs = torch.sign(gradient.detach())
+            values = gradient.detach()
+            signs = torch.sign(values) * (values.abs() >= self._smallest)
             before = self._before.get(row)
             if before is not None and before.shape == signs.shape:
                 changed.append((signs * before < 0).sum())

@@ -10,10 +10,11 @@ from typer import Argument, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
-from backlight.cli.options import Json, Overwrite, Ray, Tables, parse_size
+from backlight.cli.options import Json, Overwrite, Ray, Tables
 from backlight.cli.progress import count_bar
 from backlight.extras import require
 from backlight.terminal import write
+from backlight.text import parse_size
 
 
 @command(

@@ -23,11 +23,11 @@ from backlight.cli.options import (
     Script,
     Slurm,
     SlurmScript,
+    given_options,
     given_or_latest,
     options_as_typed,
-    parse_groups,
-    parse_size,
     readable_run,
+    with_settings,
 )
 from backlight.extras import require
 from backlight.terminal import make_console, write
@@ -47,6 +47,7 @@ START_POLL_S = 0.3
     "torchrun --nproc-per-node 2 -m backlight run train.py",
     script=True,
 )  # fmt: skip
+@with_settings
 def run(
     context: Context,
     script: Script,
@@ -54,63 +55,19 @@ def run(
         str | None,
         Option("--out", "-o", metavar="DIR", help="Run directory; default runs/<script>-<time>."),
     ] = None,
-    resume: Annotated[bool, Option("--resume", help="Continue the run in --out as a new attempt.")] = False,
     module: Module = False,
-    monitors: Annotated[
-        str | None, Option(metavar="NAME,...", help="Monitors, as health,correctness,steptime.")
-    ] = None,
-    every: Annotated[
-        int | None, Option(min=1, help="Steps between recordings; default: adapts to 1 % overhead.")
-    ] = None,
-    steps: Annotated[
-        int | None, Option(min=1, help="Optimizer steps after which the script is ended.")
-    ] = None,
-    group: Annotated[
-        list[str] | None, Option(metavar="NAME=PATTERN", help="Group of parameters (repeatable).")
-    ] = None,
-    histogram: Annotated[bool, Option("--histogram", help="Record exponent histograms.")] = False,
-    exact_updates: Annotated[
-        int | None, Option(min=1, help="Recorded steps between exact update measurements.")
-    ] = None,
-    per_backward: Annotated[
-        bool, Option("--per-backward", help="Record each backward pass of an accumulation.")
-    ] = False,
-    noise_scale: Annotated[
-        int | None, Option(min=0, help="Steps between noise scales; 0: at growing intervals.")
-    ] = None,
-    decompose: Annotated[
-        list[int] | None, Option(metavar="STEP", min=0, help="Step to decompose by samples (repeatable).")
-    ] = None,
-    stall: Annotated[
-        float | None, Option(metavar="SECONDS", min=0.5, help="Time without progress until a diagnosis.")
-    ] = None,
-    trace: Annotated[
-        str | None, Option(metavar="KIND,...", help="Trace of the backward pass: gradients,modules,buckets.")
-    ] = None,
-    tracker: Annotated[
-        list[str] | None, Option(metavar="NAME[=TARGET]", help="Tracker, as tensorboard=logs (repeatable).")
-    ] = None,
-    max_disk: Annotated[
-        str | None, Option(metavar="SIZE", help="Maximum size of the run directory, as 500M.")
-    ] = None,
-    stop_on: Annotated[
-        str | None, Option(metavar="RULE,...", help="Rules, or a severity, that end the run: exit code 79.")
-    ] = None,
-    share: Annotated[
-        bool, Option("--share", help="Let other users of the machine read the run directory.")
-    ] = False,
-    redact: Annotated[
-        list[str] | None, Option(metavar="REGEX", help="Secrets to leave out of the run (repeatable).")
-    ] = None,
-    keep_arguments: Annotated[
-        bool, Option("--keep-arguments", help="Store the script's arguments unredacted.")
-    ] = False,
     config: Annotated[
         Path | None, Option(metavar="FILE", help="TOML file of settings and thresholds.")
     ] = None,
-    quiet: Annotated[bool, Option("--quiet", "-q", help="Print nothing unless backlight fails.")] = False,
+    changes: Annotated[
+        list[str] | None,
+        Option(
+            "--set", metavar="KEY=VALUE", help="Any other setting, as health.exact_updates=8 (repeatable)."
+        ),
+    ] = None,
     slurm: Slurm = None,
     slurm_script: SlurmScript = None,
+    **values: Any,
 ) -> int:
     """Watch a training script.
 
@@ -121,17 +78,7 @@ def run(
     from backlight.session.settings import Settings
 
     check(script, module=module)
-    given: dict[str, Any] = {
-        "resume": resume, "monitors": monitors, "every": every, "steps": steps, "histogram": histogram,
-        "stall": stall, "noise_scale": noise_scale, "decompose": tuple(decompose or ()),
-        "exact_updates": exact_updates, "per_backward": per_backward, "trace": trace,
-        "groups": parse_groups(group or ()), "trackers": tuple(tracker or ()),
-        "quiet": quiet, "stop_on": stop_on, "share": share, "redact": tuple(redact or ()),
-        "keep_arguments": keep_arguments,
-        "max_disk": None if max_disk is None else parse_size(max_disk, "--max-disk"),
-    }  # fmt: skip
-    unset: tuple[Any, ...] = (None, False, {}, ())  # 0 is equal to False, but it is a choice
-    given = {k: v for k, v in given.items() if (v == 0 and v is not False) or v not in unset}
+    given = given_options(values, changes or ())
     arguments = list(context.args)
     folder = None if out is None else Path(out)
     with options_as_typed(context, given):

@@ -23,7 +23,7 @@ from backlight.monitors.spectra.instrument.rank_exchange import cost, longest_fi
 from backlight.monitors.spectra.instrument.rank_group import RankGroup
 from backlight.monitors.spectra.instrument.replicate_gradient import gradients, seed_by
 from backlight.monitors.spectra.model.echo_records import record_arrays, record_measured
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 from backlight.store.format.spectra import Layer
 from backlight.store.write.writer import RunWriter
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 from backlight.store.read.run import open_run
 from backlight.store.read.spectra import layers, tables
 

@@ -12,7 +12,7 @@ import torch
 from backlight import devices
 from backlight.distributed import world
 from backlight.measure.spectra.decomposition import Method
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 
 BUDGET_BYTES = 2 * 10**9
 """Bytes of replicates on a rank, by default."""

@@ -35,7 +35,7 @@ from backlight.monitors.spectra.instrument.layers import Selection, select_layer
 from backlight.monitors.spectra.instrument.rank_group import RankGroup, launched_ranks
 from backlight.monitors.spectra.instrument.replicate_gradient import seed_by
 from backlight.monitors.spectra.model.echo_records import record_layer, record_left_out
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 from backlight.records import RunStatus
 from backlight.store.write.attempt import default_path
 from backlight.store.write.writer import RunWriter

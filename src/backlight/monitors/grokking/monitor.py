@@ -18,7 +18,7 @@ from backlight.processes import available_memory
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
     from backlight.capture.step_sink import StepSummary
-    from backlight.monitors.grokking.model.measures import Measures
+    from backlight.monitors.grokking.settings import Measures
     from backlight.session.settings import Settings
     from backlight.session.step_recorder import StepRecord
 
@@ -32,7 +32,7 @@ WINDOW_SHARE = 0.1
 """Share of the free memory that the window of past gradients may take."""
 
 SHARDED = (
-    "a sharded gradient is on this rank in part only; it is not stored. measures={'gather': True} gathers "
+    "a sharded gradient is on this rank in part only; it is not stored. grokking={'gather': True} gathers "
     "it, on every rank"
 )
 """Why a gradient that is spread over processes is not stored."""
@@ -55,7 +55,7 @@ class GrokkingMonitor(Monitor):
         if "grokking" not in settings.monitors:
             return None
         require("h5py", what="the monitor grokking")
-        return cls(settings.measures)
+        return cls(Measures.of(settings))
 
     def attach(self, run: RunContext) -> None:
         """Prepare the probe batch; nothing is measured before the first logged step."""

@@ -15,6 +15,7 @@ from backlight.measure.stats.statistics import statistics
 from backlight.measure.stats.update import WeightSample
 from backlight.monitor import Gradients, Monitor, RunContext, StoredStep
 from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
+from backlight.monitors.health.settings import HealthSettings
 from backlight.series import GRADIENT
 
 if TYPE_CHECKING:
@@ -38,6 +39,16 @@ class GradientMonitor(Monitor):
 
     name = "health"
     records = "gradient statistics"
+
+    def __init__(self, *, wants_backwards: bool = False) -> None:
+        self.wants_backwards = wants_backwards
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor; ``per_backward`` requests every backward pass of an accumulation."""
+        if cls.name not in settings.monitors:
+            return None
+        return cls(wants_backwards=HealthSettings.of(settings).per_backward)
 
     def on_backward_end(self, gradients: Gradients, part: int, record: StepRecord) -> None:
         """Measure what has accumulated after one backward of several."""
@@ -77,7 +88,8 @@ class HistogramMonitor(Monitor):
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
         """Return the monitor; ``histogram`` requests histograms of every step."""
-        return cls(always=settings.histogram) if "health" in settings.monitors else None
+        always = HealthSettings.of(settings).histogram
+        return cls(always=always) if "health" in settings.monitors else None
 
     def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
         """Count the values of each gradient per power of two."""
@@ -114,7 +126,8 @@ class UpdateMonitor(Monitor):
         """Return the monitor; ``exact_updates`` requests all weights, at every Nth recorded step."""
         if "health" not in settings.monitors:
             return None
-        return cls() if settings.exact_updates is None else cls(None, settings.exact_updates)
+        spacing = HealthSettings.of(settings).exact_updates
+        return cls() if spacing is None else cls(None, spacing)
 
     def attach(self, run: RunContext) -> None:
         """Remember where the parameter table is."""

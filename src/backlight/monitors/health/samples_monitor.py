@@ -31,6 +31,7 @@ from backlight.monitor import NEVER, Gradients, Monitor, RunContext, StoredStep
 from backlight.monitors.health.instrument.sample_shares import samples_of_step
 from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
 from backlight.monitors.health.model.spike_samples import REQUESTED, SAMPLES
+from backlight.monitors.health.settings import HealthSettings
 from backlight.processes import available_memory, resident_memory
 from backlight.records import Layout
 from backlight.series import GRADIENT
@@ -79,7 +80,9 @@ class SpikeSamplesMonitor(Monitor):
         self._receiving = threading.Lock()
         self._known: dict[int, dict[str, Any]] = {}
         offset = run.writer.step_offset
-        self._requested = sorted({step - offset for step in run.settings.decompose if step >= offset})
+        self._requested = sorted(
+            {step - offset for step in HealthSettings.of(run.settings).decompose if step >= offset}
+        )
         self._on_accelerator = False
         self._left, self._last, self._was_ill = MAX_STEPS, -self._limits.spike_gap - 1, False
         run.listen(self._inputs)

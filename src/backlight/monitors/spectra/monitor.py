@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from backlight.extras import require
 from backlight.monitor import Monitor
+from backlight.monitors.spectra.settings import SpectraSettings
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
@@ -25,4 +26,4 @@ class SpectraMonitor(Monitor):
         # Imports much that the other monitors do not need.
         from backlight.monitors.spectra.instrument.replicate_monitor import ReplicateMonitor  # noqa: PLC0415
 
-        return ReplicateMonitor(settings.spectra, settings.every)
+        return ReplicateMonitor(SpectraSettings.of(settings), settings.every)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from backlight import clock
 from backlight.monitor import Monitor, RunContext, StoredStep
+from backlight.monitors.spectra.settings import SpectraSettings
 
 if TYPE_CHECKING:
     import torch
@@ -58,7 +59,8 @@ class NoiseScaleMonitor(Monitor):
     @classmethod
     def from_settings(cls, settings: Settings) -> Monitor | None:
         """Return the monitor if ``noise_scale`` is set."""
-        return None if settings.noise_scale is None else cls(settings.noise_scale)
+        every = SpectraSettings.of(settings).noise_scale
+        return None if every is None else cls(every)
 
     def attach(self, run: RunContext) -> None:
         """Listen to forward and backward passes."""

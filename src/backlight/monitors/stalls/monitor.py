@@ -30,6 +30,7 @@ from backlight.monitors.stalls.instrument.collectives import Collectives, Collec
 from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrappers
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
 from backlight.monitors.stalls.instrument.stack_sampler import StackSampler
+from backlight.monitors.stalls.settings import StallsSettings
 from backlight.store.write.watchdog import host_name
 from backlight.watchdog import runtime_dir
 from backlight.watchdog.observation import ExitReason, exit_reason_of
@@ -90,7 +91,7 @@ class StallMonitor(Monitor):
         """Return the monitor with ``stall`` and the thresholds of the settings."""
         if "stalls" not in settings.monitors:
             return None
-        return cls(settings.stall, settings.thresholds.get("stalls", {}))
+        return cls(StallsSettings.of(settings).after, settings.thresholds.get("stalls", {}))
 
     def check_process(self, *, is_script: bool) -> None:
         """Remember whether a command runs the script."""

@@ -2,40 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from backlight.monitor import Monitor, RunContext
-from backlight.setting_error import SettingError
+from backlight.monitors.stalls.settings import StallsSettings
 from backlight.terminal import write
 
 if TYPE_CHECKING:
     from backlight.session.settings import Settings
-
-KINDS = ("gradients", "modules", "buckets")
-"""What can be traced."""
-
-VARIABLE = "BACKLIGHT_TRACE"
-"""Environment variable with the value of ``--trace``, for clusters where no option can be passed."""
-
-
-def traced_kinds(
-    given: str | tuple[str, ...] | None, environment: Mapping[str, str] = os.environ
-) -> tuple[str, ...]:
-    """Return what to trace, as given, else by the environment variable; SettingError for an unknown kind."""
-    source = "trace"
-    if given is None:
-        given, source = environment.get(VARIABLE, ""), VARIABLE
-    kinds = (
-        tuple(k.strip() for k in given.split(",") if k.strip()) if isinstance(given, str) else tuple(given)
-    )
-    for kind in kinds:
-        if kind not in KINDS:
-            raise SettingError(source, f"cannot trace {kind!r}; expected some of {','.join(KINDS)}")
-    return kinds
 
 
 class TraceMonitor(Monitor):
@@ -51,7 +27,8 @@ class TraceMonitor(Monitor):
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
         """Return the monitor where ``trace`` names what to trace."""
-        return cls(settings.trace) if settings.trace else None
+        kinds = StallsSettings.of(settings).trace
+        return cls(kinds) if kinds else None
 
     def attach(self, run: RunContext) -> None:
         """Attach a tracer of backward passes."""

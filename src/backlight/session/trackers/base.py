@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from backlight.records import Finding
 from backlight.registry import Registry
-from backlight.setting_error import SettingError
+from backlight.settings import SettingError
 from backlight.text import did_you_mean
 
 if TYPE_CHECKING:

@@ -92,7 +92,7 @@ def train(path: Path | None, probe: Any, held_out: Batch) -> tuple[list[Tensor],
     if path is not None:
         samples = summed, probe, held_out
         watch = backlight.watch(
-            model, optimizer, run=path, monitors=("grokking",), samples=samples, measures=measures, quiet=True
+            model, optimizer, run=path, monitors=("grokking",), samples=samples, grokking=measures, quiet=True
         ).start()
     given = probe() if callable(probe) else probe
     for _ in range(6):

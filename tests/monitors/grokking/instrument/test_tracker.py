@@ -13,7 +13,8 @@ from torch import nn
 from backlight.monitors.grokking.instrument.gradient_history import GradientSketch, GradientWindow
 from backlight.monitors.grokking.instrument.probe_batch import Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker, stored
-from backlight.monitors.grokking.model.measures import TIERS, Measures, at_tier, left_out
+from backlight.monitors.grokking.model.measures import TIERS, at_tier, left_out
+from backlight.monitors.grokking.settings import Measures
 from zoo import BlockAndHead
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from backlight.monitors.grokking.model.measures import DiskGuard, Measures, at_tier, free_bytes
+from backlight.monitors.grokking.model.measures import DiskGuard, at_tier, free_bytes
+from backlight.monitors.grokking.settings import Measures
 from backlight.session.writer_thread import ResultQueue
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from backlight.monitors.spectra.instrument.layers import Selection, select_layers
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ import torch
 
 from backlight.monitors.spectra.instrument import rank_group as module
 from backlight.monitors.spectra.instrument.rank_group import RankGroup
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 
 
 class Wire:

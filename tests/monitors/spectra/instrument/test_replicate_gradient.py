@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from backlight.monitors.spectra.instrument.replicate_gradient import gradients, seed_by
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 
 
 def whole(name, tensor):

@@ -110,7 +110,7 @@ def test_tracing_changes_nothing(name: str) -> None:
 def test_watch_with_trace_changes_nothing(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     plain = case.train()
-    with backlight.watch(run=tmp_path / "run", every=1, trace=ALL_KINDS, monitors=("health",)):
+    with backlight.watch(run=tmp_path / "run", every=1, stalls={"trace": ALL_KINDS}, monitors=("health",)):
         traced = case.train()
     assert_equal(plain, traced)
     events = backlight.open_run(tmp_path / "run").events("trace")
@@ -138,7 +138,7 @@ def test_kinds() -> None:
     ):
         traced_kinds(None, {"BACKLIGHT_TRACE": "layers"})
     with pytest.raises(ValueError, match=r"^trace: cannot trace 'all'"):
-        Settings.of({"trace": "all"})
+        Settings.of({"stalls": {"trace": "all"}})
 
 
 HANGING = """

@@ -22,7 +22,7 @@ from backlight.monitors.grokking.model.measures import finite
 if TYPE_CHECKING:
     from backlight.monitor import Recorder
     from backlight.monitors.grokking.instrument.gram.result import Gram
-    from backlight.monitors.grokking.model.measures import Measures
+    from backlight.monitors.grokking.settings import Measures
 
 
 class Probe:

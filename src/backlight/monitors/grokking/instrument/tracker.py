@@ -28,7 +28,7 @@ from backlight.monitors.grokking.model.measures import finite
 if TYPE_CHECKING:
     from backlight.monitor import Recorder
     from backlight.monitors.grokking.instrument.probe_batch import Probe
-    from backlight.monitors.grokking.model.measures import Measures
+    from backlight.monitors.grokking.settings import Measures
 
 
 class Tracker:

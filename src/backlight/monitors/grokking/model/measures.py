@@ -1,139 +1,18 @@
-"""The measures of gradient geometry, their cadences, and the tiers in which they are stored.
-
-All cadences count logged steps: with ``every = 10`` and ``gram = 5``, steps 0, 50, 100, … have a Gram.
-A cadence of 0 is off.
-"""
+"""The tiers in which measures of gradient geometry are stored, and the room that they take."""
 
 from __future__ import annotations
 
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from backlight.store.format.schema import COMPRESSIONS
+from backlight.monitors.grokking.settings import Measures
 
 if TYPE_CHECKING:
     from backlight.monitor import Recorder
-
-SCOPES = ("full", "layers")
-EIGENVALUE_DEVICES = ("host", "device")
-PRECISIONS = ("float32", "float64")
-
-SAMPLED = ("mean_gradient", "gram", "vectors", "agop", "influence", "ntk")
-"""Measures that need per-sample gradients."""
-
-
-@dataclass(frozen=True)
-class Measures:
-    """Cadences and sizes of the measurements of one run.
-
-    Attributes
-    ----------
-    every:
-        Steps between two logged steps; 0 takes the run's own spacing.
-    gradients:
-        Exact training gradient of every parameter, as backward left it.
-    products:
-        Eigenvalues of G Gᵀ of each matrix gradient, which are those of GᵀG, and their metrics.
-    window, window_steps:
-        Temporal product: the Gram of the last ``window_steps`` logged gradients, and its spectrum.
-    mean_gradient:
-        Mean per-sample gradient of the probe batch; needs samples, as Gram, vectors and AGOP do.
-    gram:
-        Gram of the per-sample gradients, its spectra, uncentred and centred, and their metrics.
-    agop:
-        Average outer product of the gradients by the input, where the input is real-valued.
-    influence:
-        Which samples of the probe batch carry the drop of the loss of a held-out batch; needs one.
-    ntk:
-        Empirical neural tangent kernel of the first samples of a fixed probe batch: trace, alignment with
-        the labels, distance from the first one measured.
-    sketch, sketch_rows:
-        Frequent Directions sketch of all logged training gradients so far, with its certificate.
-    scope:
-        ``full``: the model, its blocks and its layers; ``layers``: layers only.
-    vectors, top_k:
-        The ``top_k`` leading eigenvectors in parameter space: k x M numbers each time.
-    matrices:
-        Store the matrices (Gram, window, AGOP) themselves and not their spectra alone.
-    spectra:
-        Store spectra as arrays; without them only the scalars are left.
-    eigenvalues:
-        Where eigenvalues are computed: on the ``host`` or on the ``device`` of the model.
-    precision:
-        Type in which gradients are stored; a Gram is always in float64.
-    gather:
-        Gather sharded parameters (FSDP2, tensor parallelism) at measured steps, on every rank; all ranks
-        must be watched with the same measures. Without it a sharded model has no Gram and its gradients
-        are not stored.
-    compression, level:
-        ``gzip`` with a level of 0 to 9, ``lzf`` or ``none``.
-    """
-
-    every: int = 0
-    gradients: int = 1
-    products: int = 10
-    window: int = 10
-    window_steps: int = 32
-    mean_gradient: int = 10
-    gram: int = 10
-    vectors: int = 100
-    agop: int = 10
-    influence: int = 10
-    ntk: int = 0
-    sketch: int = 0
-    sketch_rows: int = 32
-    scope: str = "full"
-    top_k: int = 100
-    matrices: bool = True
-    spectra: bool = True
-    eigenvalues: str = "host"
-    precision: str = "float32"
-    compression: str = "gzip"
-    level: int = 1
-    gather: bool = False
-
-    def __post_init__(self) -> None:
-        least = {"window_steps": 2, "sketch_rows": 2, "top_k": 1}
-        for name in (one.name for one in fields(self)):
-            value = getattr(self, name)
-            if isinstance(value, int) and not isinstance(value, bool) and value < least.get(name, 0):
-                raise ValueError(f"measures.{name}={value}: expected {least.get(name, 0)} or more")
-        for name, known in (
-            ("scope", SCOPES),
-            ("eigenvalues", EIGENVALUE_DEVICES),
-            ("precision", PRECISIONS),
-            ("compression", COMPRESSIONS),
-        ):
-            if getattr(self, name) not in known:
-                raise ValueError(f"measures.{name}={getattr(self, name)!r}: expected {' or '.join(known)}")
-        if self.level > 9:
-            raise ValueError(f"measures.level={self.level}: expected 0 to 9")
-
-    def logs(self, step: int) -> bool:
-        """Return whether ``step`` is a logged step."""
-        return self.every > 0 and step % self.every == 0
-
-    def due(self, cadence: int, step: int) -> bool:
-        """Return whether a measurement of this cadence is due at ``step``."""
-        return cadence > 0 and self.logs(step) and (step // self.every) % cadence == 0
-
-    def samples_at(self, step: int) -> bool:
-        """Return whether something that needs samples is due at ``step``."""
-        return any(self.due(getattr(self, name), step) for name in SAMPLED)
-
-    def logged_every(self, steps: int) -> Measures:
-        """Return these measures with ``steps`` between logged steps if ``every`` is 0."""
-        return self if self.every else replace(self, every=max(1, steps))
-
-    @property
-    def sampled(self) -> bool:
-        """Whether a measure needs per-sample gradients."""
-        return any(getattr(self, name) for name in SAMPLED)
-
 
 TIERS = ("full factors", "top-k", "Gram", "scalars")
 """What a run stores, from most to least: without full factors no gradient is stored, without top-k no

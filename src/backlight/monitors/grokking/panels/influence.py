@@ -103,6 +103,6 @@ def tangent_kernel(source: Source) -> Drawn | NotMeasured:
         if lines:
             charts.append(chart(lines, scaled(lines, name), title=name.capitalize(), spans=spans(source)))
     if not charts:
-        none = "It is measured on request: watch(..., measures={'ntk': 10})."
+        none = "It is measured on request: watch(..., grokking={'ntk': 10})."
         return NotMeasured(source.reason("ntk", otherwise=none))
     return Drawn("lines", {"charts": charts, "small": True})

@@ -15,7 +15,7 @@ from backlight.monitors.spectra.instrument.layers import Selection, select_layer
 from backlight.monitors.spectra.instrument.rank_exchange import owners
 from backlight.monitors.spectra.instrument.replicate_buffer import Target, fitting
 from backlight.monitors.spectra.model.echo_records import record_layer, record_left_out
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable, Scope
     from backlight.monitor import Recorder
     from backlight.monitors.spectra.instrument.rank_group import RankGroup
-    from backlight.monitors.spectra.model.options import SpectraOptions
+    from backlight.monitors.spectra.settings import SpectraSettings
     from backlight.notifier import Notifier
 
 _SHARDED = "sharded: no rank has a whole gradient of it before it is reduced"
@@ -33,7 +33,7 @@ MOMENTA = ("exp_avg", "momentum_buffer")
 """Names under which optimizers keep the momentum of a parameter."""
 
 
-def select(options: SpectraOptions, table: ParameterTable) -> Selection:
+def select(options: SpectraSettings, table: ParameterTable) -> Selection:
     """Select among the parameters of a table; SpectraError if nothing is left or a pattern is unmatched."""
     shapes = (
         (r.name, torch.empty(r.shape, device="meta", requires_grad=r.requires_grad)) for r in table.records
@@ -44,7 +44,9 @@ def select(options: SpectraOptions, table: ParameterTable) -> Selection:
 class LayerSelection:
     """The captured parameters, from the table of a scope."""
 
-    def __init__(self, options: SpectraOptions, scope: Scope, recorder: Recorder, notifier: Notifier) -> None:
+    def __init__(
+        self, options: SpectraSettings, scope: Scope, recorder: Recorder, notifier: Notifier
+    ) -> None:
         self._options, self._scope, self._recorder, self._notifier = options, scope, recorder, notifier
         self._table: ParameterTable | None = None
         self._whole: dict[int, torch.Tensor] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from backlight.measure.spectra.replicates import as_matrix
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 from backlight.store.format.spectra import Layer
 from backlight.text import did_you_mean
 

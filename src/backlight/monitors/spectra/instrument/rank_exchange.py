@@ -13,7 +13,7 @@ import torch
 
 from backlight.monitors.spectra.instrument.rank_group import RankGroup
 from backlight.monitors.spectra.instrument.replicate_buffer import CapturedStep, Target
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 
 
 @dataclass(frozen=True)

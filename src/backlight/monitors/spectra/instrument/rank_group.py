@@ -17,7 +17,7 @@ from torch import Tensor
 
 from backlight.distributed import world
 from backlight.interrupts import is_interrupt
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 
 T = TypeVar("T")
 

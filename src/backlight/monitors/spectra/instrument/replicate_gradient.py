@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from backlight.capture.model_state import preserve_state
 from backlight.monitors.spectra.instrument.layers import Split, matrices
-from backlight.monitors.spectra.model.options import SpectraError
+from backlight.monitors.spectra.settings import SpectraError
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """``loss(model, batch)`` returns one element."""

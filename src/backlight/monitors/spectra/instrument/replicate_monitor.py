@@ -26,7 +26,7 @@ from backlight.monitors.spectra.instrument.replicate_buffer import (
 )
 from backlight.monitors.spectra.instrument.replicate_gradient import differentiate
 from backlight.monitors.spectra.instrument.worker_thread import WorkerThread
-from backlight.monitors.spectra.model.options import EVERY_STEPS, SpectraOptions
+from backlight.monitors.spectra.settings import EVERY_STEPS, SpectraSettings
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ class ReplicateMonitor(Monitor):
     name = "spectra"
     samples_for = "spectra={'split': R}"
 
-    def __init__(self, options: SpectraOptions, every: int | None) -> None:
+    def __init__(self, options: SpectraSettings, every: int | None) -> None:
         self._options = options
         self._every = options.every or every or EVERY_STEPS
         self.uses_samples = options.split > 0

@@ -29,7 +29,7 @@ from backlight.monitor import Recorder
 from backlight.monitors.spectra.instrument.layers import matrices
 from backlight.monitors.spectra.instrument.replicate_buffer import CapturedStep, Target
 from backlight.monitors.spectra.model.echo_records import record_arrays, record_measured
-from backlight.monitors.spectra.model.options import SpectraOptions
+from backlight.monitors.spectra.settings import SpectraSettings
 from backlight.store.format.spectra import PREFIX
 
 COST = "spectra_cost"
@@ -60,7 +60,7 @@ class StepMeasurement:
     """
 
     def __init__(
-        self, options: SpectraOptions, writer: Recorder, should_stop: Callable[[], bool] = lambda: False
+        self, options: SpectraSettings, writer: Recorder, should_stop: Callable[[], bool] = lambda: False
     ) -> None:
         self._options, self._writer, self._should_stop = options, writer, should_stop
         self._leading: dict[str, tuple[Tensor, Tensor]] = {}  # left [p, k] and right [q, k] by layer

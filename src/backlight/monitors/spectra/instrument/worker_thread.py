@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from backlight.monitor import Recorder
     from backlight.monitors.spectra.instrument.layer_selection import LayerSelection
     from backlight.monitors.spectra.instrument.rank_group import RankGroup
-    from backlight.monitors.spectra.model.options import SpectraOptions
+    from backlight.monitors.spectra.settings import SpectraSettings
     from backlight.notifier import Notifier
 
 MAX_BACKLOG_STEPS = 8
@@ -41,7 +41,7 @@ class WorkerThread:
     """Background thread that measures captured steps; without ``group`` only those of this rank."""
 
     def __init__(
-        self, options: SpectraOptions, results: Recorder, notifier: Notifier, group: RankGroup | None
+        self, options: SpectraSettings, results: Recorder, notifier: Notifier, group: RankGroup | None
     ) -> None:
         self._options, self._results, self._notifier = options, results, notifier
         self._group = group

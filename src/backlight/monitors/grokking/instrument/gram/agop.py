@@ -36,7 +36,7 @@ def input_agop(model: nn.Module, inputs: Tensor) -> Tensor:
     if sharded is not None:
         raise GramError(
             f"agop: parameter {sharded!r} is sharded over processes (DTensor), so that every process would "
-            "have to take the same passes; have a watch gather it: measures={'gather': True}"
+            "have to take the same passes; have a watch gather it: grokking={'gather': True}"
         )
     n = inputs.shape[0]
     x = inputs.detach().clone().requires_grad_()

@@ -65,7 +65,7 @@ def trainable(model: nn.Module) -> dict[str, Measured]:
         if hasattr(tensor, "placements"):
             raise GramError(
                 f"gram: parameter {name!r} is sharded over processes (DTensor); measure an unsharded "
-                "copy of the model, or have a watch gather it: measures={'gather': True}; outside of a "
+                "copy of the model, or have a watch gather it: grokking={'gather': True}; outside of a "
                 "watch, measure inside `with backlight.gathered(model):`, which every rank enters"
             )
         if not tensor.is_floating_point():

@@ -1,0 +1,47 @@
+"""The settings of the monitor health."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from backlight.settings import MonitorSettings, Option, SettingError
+
+
+def _steps(given: int | Iterable[int]) -> tuple[int, ...]:
+    return (given,) if isinstance(given, int) else tuple(given)
+
+
+@dataclass(frozen=True)
+class HealthSettings(MonitorSettings):
+    """What is measured beyond the statistics of gradients."""
+
+    name: ClassVar[str] = "health"
+
+    histogram: Annotated[bool, Option("Record exponent histograms at every recorded step.")] = False
+    exact_updates: Annotated[
+        int | None,
+        Option(
+            "Measure updates over all weights at every Nth recorded step (default: a sample, every 4th).",
+            at_least=1,
+        ),
+    ] = None
+    per_backward: Annotated[
+        bool, Option("Record the gradients after every backward pass of an accumulation as well.")
+    ] = False
+    decompose: Annotated[
+        tuple[int, ...],
+        Option(
+            "Steps to decompose by samples; on an accelerator their forward passes run once more.",
+            flags=("--decompose",), metavar="STEP", repeatable=True, parse=_steps,
+        ),
+    ] = ()  # fmt: skip
+
+    def __post_init__(self) -> None:
+        """Check the bounds."""
+        super().__post_init__()
+        if self.decompose and min(self.decompose) < 0:
+            raise SettingError(
+                "health.decompose", f"{min(self.decompose)}: expected numbers of steps from 0 on"
+            )
