@@ -73,9 +73,13 @@ class Option:
     parse: Callable[[Any], Any] | None = None
 
 
-@functools.cache
 def options_of(kind: Any) -> Mapping[str, Option]:
     """Return the options that a dataclass declares, by field."""
+    return _options_of(kind)
+
+
+@functools.cache
+def _options_of(kind: Any) -> Mapping[str, Option]:
     hints = get_type_hints(kind, include_extras=True)
     declared = {field.name: get_args(hints[field.name])[1:] for field in dataclasses.fields(kind)}
     return {name: each for name, extras in declared.items() for each in extras if isinstance(each, Option)}
@@ -95,7 +99,7 @@ def check_bounds(settings: Any, prefix: str = "") -> None:
     SettingError
         For the first.
     """
-    for name, option in options_of(type(settings)).items():  # type: ignore[arg-type]  # it is hashable
+    for name, option in options_of(type(settings)).items():
         value = getattr(settings, name)
         if option.at_least is not None and value is not None and value < option.at_least:
             raise SettingError(f"{prefix}{name}", f"{value}: expected {option.at_least:g} or more")

@@ -161,7 +161,7 @@ class Settings:
     stop_on: Annotated[
         tuple[str, ...],
         Option(
-            "Rules, or a severity, that end the run before the next step: exit code 79.",
+            "Rules, or a severity, that end the run: exit code 79.",
             flags=("--stop-on",), metavar="RULE,...", parse=_names,
         ),
     ] = ()  # fmt: skip
@@ -213,7 +213,7 @@ class Settings:
     def _checked(cls, values: Mapping[str, Any], where: str) -> Settings:
         parts = {name: kind for name, kind in MONITOR_SETTINGS.items() if name in values}
         own = {name: value for name, value in values.items() if name not in parts}
-        known = [field.name for field in dataclasses.fields(cls) if field.name != "of_monitors"]
+        known = list(options_of(cls))
         refuse_unknown(own, known if set(own) <= set(known) else [*known, *MONITOR_SETTINGS], where)
         of_monitors = {name: _part(kind, values[name], where) for name, kind in parts.items()}
         settings = codec.convert(parsed(cls, own), cls, where)
@@ -274,14 +274,14 @@ def _part(kind: type[MonitorSettings], given: Any, where: str) -> MonitorSetting
         return given
     if not isinstance(given, Mapping):
         raise SettingError(kind.name, f"expected {kind.__name__} or a mapping, got {type(given).__name__}")
-    names = list(options_of(kind))  # type: ignore[arg-type]  # it is hashable
+    names = list(options_of(kind))
     refuse_unknown(given, names, f"{where}: {kind.name}")
     return codec.convert(parsed(kind, given), kind, where, kind.name)
 
 
 def given_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings among the arguments of a call; None stands for the default."""
-    names = {*(field.name for field in dataclasses.fields(Settings)), *MONITOR_SETTINGS}
+    names = {*options_of(Settings), *MONITOR_SETTINGS}
     return {name: value for name, value in arguments.items() if name in names and value is not None}
 
 
@@ -309,7 +309,8 @@ def explicit(signature: inspect.Signature) -> inspect.Signature:
     if len(own) == len(signature.parameters):
         return signature
     stated = {parameter.name for parameter in own}
-    fields = [f for f in dataclasses.fields(Settings) if f.name not in {*stated, "of_monitors"}]
+    options = options_of(Settings)
+    fields = [f for f in dataclasses.fields(Settings) if f.name in options and f.name not in stated]
     keywords = [
         *(
             (f.name, None if f.default is dataclasses.MISSING else f.default, type_of(Settings, f.name))

@@ -33,7 +33,7 @@ class HealthSettings(MonitorSettings):
     decompose: Annotated[
         tuple[int, ...],
         Option(
-            "Steps to decompose by samples; on an accelerator their forward passes run once more.",
+            "Step to decompose by samples; a device runs its forward once more.",
             flags=("--decompose",), metavar="STEP", repeatable=True, parse=_steps,
         ),
     ] = ()  # fmt: skip

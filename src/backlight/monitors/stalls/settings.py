@@ -55,7 +55,7 @@ class StallsSettings(MonitorSettings):
     trace: Annotated[
         tuple[str, ...],
         Option(
-            f"Trace of the backward pass, line by line: {', '.join(KINDS)}; also by {VARIABLE}.",
+            "Trace of the backward pass: gradients,modules,buckets.",
             flags=("--trace",), metavar="KIND,...", parse=traced_kinds,
         ),
     ] = field(default_factory=traced_kinds)  # fmt: skip
