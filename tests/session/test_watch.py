@@ -320,7 +320,7 @@ def test_finding_triggers_detail(tmp_path: Path) -> None:
             "no monitor is called 'kitchen'; expected some of: correctness, grokking, health, spectra",
         ),
         ({"every": 0}, "every: 0: expected 1 or more"),
-        ({"every": "often"}, "every: expected int, got 'often'"),
+        ({"every": "often"}, r"every: expected int \| null, got 'often'"),
         ({"thresholds": {"health": {"vanishing": 1}}}, "vanishing"),
         ({"thresholds": {"kitchen": {"hot": 1}}}, "no monitor of that name has thresholds"),
         ({"monitors": ()}, "monitors: expected at least one name"),

@@ -33,7 +33,7 @@ class HealthSettings(MonitorSettings):
     decompose: Annotated[
         tuple[int, ...],
         Option(
-            "Step to decompose by samples; a device runs its forward once more.",
+            "Step to decompose by samples: one more forward pass.",
             flags=("--decompose",), metavar="STEP", repeatable=True, parse=_steps,
         ),
     ] = ()  # fmt: skip

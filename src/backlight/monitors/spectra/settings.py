@@ -106,8 +106,7 @@ class SpectraSettings(MonitorSettings):
     noise_scale: Annotated[
         int | None,
         Option(
-            "Measure the noise scale of the first microbatch of every Nth step; 0: at growing "
-            "intervals.",
+            "Measure the noise scale every N steps (0: at growing intervals).",
             flags=("--noise-scale",), metavar="N", at_least=0,
         ),
     ] = None  # fmt: skip
