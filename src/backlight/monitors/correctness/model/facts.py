@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Self, TypeVar, dataclass_transform
 
-from backlight.exact_types import exact
+from backlight import codec
 from backlight.findings import phrases
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.store.read.run import Event, Run
@@ -120,7 +120,10 @@ def decode(event: Event) -> Fact | None:
     names = (event.payload.get(key, "") for key in ("rule", "kind"))
     kind = _CLASSES.get((event.kind, *map(str, names)))  # type: ignore[arg-type]
     place = {"step": event.step or 0, "rank": event.rank, "attempt": event.attempt}
-    return None if kind is None else exact(kind, {**event.payload, **place})
+    try:
+        return None if kind is None else codec.convert({**event.payload, **place}, kind)
+    except ValueError:
+        return None
 
 
 def facts_of(run: Run, kind: type[F]) -> list[F]:
