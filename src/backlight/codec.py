@@ -7,6 +7,7 @@ was not measured. Keys that a record does not have are ignored: a newer backligh
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Mapping
@@ -104,7 +105,7 @@ def convert(data: Any, kind: type[T], where: str | None = None, place: str = "")
         passes through.
     """
     try:
-        return msgspec.convert(data, kind, strict=False)
+        return msgspec.convert(data, kind, strict=False, dec_hook=_record_of)
     except msgspec.ValidationError as error:
         cause = error.__cause__
         if isinstance(cause, ValueError) and type(cause) is not ValueError:
@@ -117,6 +118,18 @@ def convert(data: Any, kind: type[T], where: str | None = None, place: str = "")
 
 
 _NAMES = {"object": "keys with values", "array": "a list"}
+
+
+def _record_of(base: type[Any], data: Any) -> Any:
+    """Return the record of the subclass of ``base`` whose fields are those of ``data``."""
+    if isinstance(data, base):
+        return data
+    for kind in base.__subclasses__():
+        if isinstance(data, dict) and {field.name for field in dataclasses.fields(kind)} == set(data):
+            return msgspec.convert(data, kind, strict=False, dec_hook=_record_of)
+    raise ValueError(f"expected a {base.__name__}")
+
+
 _MISSING = re.compile(r"Object missing required field `(.*)`")
 _KINDS = re.compile(r"`([^`]*)`")
 _PLACE = re.compile(r" - at `\$(.*)`\Z")

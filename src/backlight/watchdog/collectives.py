@@ -43,8 +43,12 @@ class Carried:
     num_buckets: int = 0
 
 
+class Awaited:
+    """What a rank waits in that waits for others: :class:`Reduction` or :class:`CollectiveRecord`."""
+
+
 @dataclass(frozen=True)
-class Reduction:
+class Reduction(Awaited):
     """A reduction of DDP inside backward, which no call shows; ``carries`` where its bucket is determined."""
 
     carries: Carried | None = None
@@ -52,7 +56,7 @@ class Reduction:
 
 
 @dataclass(frozen=True)
-class CollectiveRecord:
+class CollectiveRecord(Awaited):
     """One collective that a rank has issued, as its flight recorder or its shared state holds it."""
 
     group: str  # name of the process group
@@ -133,8 +137,12 @@ class Part(enum.Enum):
     DTYPES = enum.auto()
 
 
+class Match:
+    """What the collectives of ranks show, compared: a record of a subclass."""
+
+
 @dataclass(frozen=True)
-class Mismatch:
+class Mismatch(Match):
     """A collective in which ranks differ; ``odd`` is the one that differs from a majority, where there is."""
 
     part: Part
@@ -156,19 +164,19 @@ class Wait:
 
 
 @dataclass(frozen=True)
-class Cycle:
+class Cycle(Match):
     """Ranks that wait for each other: each call with the ranks that wait in it first."""
 
     waits: tuple[tuple[CollectiveRecord, tuple[int, ...]], ...]
     cause: int | None
 
 
-Elsewhere = Mapping[int, CollectiveRecord | Reduction]
+Elsewhere = Mapping[int, Awaited]
 """In what each rank waits."""
 
 
 @dataclass(frozen=True)
-class Absence:
+class Absence(Match):
     """Ranks that have not issued a collective in which others wait, and in what they wait instead."""
 
     wait: Wait
@@ -179,14 +187,11 @@ class Absence:
 
 
 @dataclass(frozen=True)
-class Unfinished:
+class Unfinished(Match):
     """A collective that every rank has issued; ``late``: the device of these ranks has not started it."""
 
     wait: Wait
     late: tuple[int, ...]
-
-
-Match = Mismatch | Cycle | Absence | Unfinished
 
 
 def match_records(dumps: Dumps) -> Match | None:

@@ -15,6 +15,7 @@ from backlight.records import DiagnosisKind, Phase
 from backlight.watchdog.cause import is_steady
 from backlight.watchdog.collectives import (
     Absence,
+    Awaited,
     CollectiveRecord,
     Cycle,
     Dump,
@@ -25,7 +26,7 @@ from backlight.watchdog.collectives import (
     match_calls,
     match_records,
 )
-from backlight.watchdog.diagnosis import HIGH, LOW, MEDIUM, Awaited, Behind, Cause, Decision, Failure, What
+from backlight.watchdog.diagnosis import HIGH, LOW, MEDIUM, Behind, Cause, Decision, Failure, What
 from backlight.watchdog.observation import ExitReason, Observation
 from backlight.watchdog.shared_state import RankStatus
 from backlight.watchdog.stack_summary import changes_stack, main_stacks

@@ -11,16 +11,13 @@ from dataclasses import dataclass, field
 
 from backlight.processes import ProcessEnd, WaitReason
 from backlight.records import DiagnosisKind, Phase
-from backlight.watchdog.collectives import CollectiveRecord, Match, Reduction
+from backlight.watchdog.collectives import Awaited, CollectiveRecord, Match
 from backlight.watchdog.graph_samples import NodeShare
 from backlight.watchdog.observation import ExitReason, PeerFailure, Workers
 from backlight.watchdog.stacks import Frame
 from backlight.watchdog.waits import WaitCause
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"
-
-Awaited = CollectiveRecord | Reduction
-"""What a rank waits in that waits for others."""
 
 
 class What(enum.StrEnum):

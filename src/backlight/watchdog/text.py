@@ -11,8 +11,16 @@ from pathlib import Path
 from backlight.findings import phrases
 from backlight.processes import WaitReason
 from backlight.records import DiagnosisKind, Phase
-from backlight.watchdog.collectives import Absence, CollectiveRecord, Cycle, Mismatch, Part, Unfinished
-from backlight.watchdog.diagnosis import MEDIUM, Awaited, Cause, Decision, Failure, What
+from backlight.watchdog.collectives import (
+    Absence,
+    Awaited,
+    CollectiveRecord,
+    Cycle,
+    Mismatch,
+    Part,
+    Unfinished,
+)
+from backlight.watchdog.diagnosis import MEDIUM, Cause, Decision, Failure, What
 from backlight.watchdog.graph_samples import NodeShare
 from backlight.watchdog.observation import Workers
 from backlight.watchdog.stacks import Frame

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from backlight.processes import ProcessEnd
 from backlight.records import Phase
-from backlight.watchdog.collectives import Carried, CollectiveRecord, Reduction
+from backlight.watchdog.collectives import Awaited, Carried, CollectiveRecord, Reduction
 from backlight.watchdog.waits import ForkLibrary, WaitCause, WaitName
 
 
@@ -31,13 +31,14 @@ def in_phase(phase: Phase) -> str:
     return "between phases" if phase is Phase.OTHER else f"in {phase}"
 
 
-def call_text(call: CollectiveRecord | Reduction | None) -> str:
+def call_text(call: Awaited | None) -> str:
     """Return a collective in words, with its phase, parameters and line where they are known."""
     if isinstance(call, CollectiveRecord):
         return call.text + issued_text(call)
-    if call is not None and call.carries is not None:
-        return f"the reduction of {carried_text(call.carries)}"
-    started = call.num_started if call is not None else 0
+    reduction = call if isinstance(call, Reduction) else Reduction()
+    if reduction.carries is not None:
+        return f"the reduction of {carried_text(reduction.carries)}"
+    started = reduction.num_started
     of = f" (of {started} buckets of DDP that have all their gradients)" if started else ""
     return f"a reduction inside backward{of}"
 
