@@ -5,7 +5,7 @@ steps under torch.profiler, which counts in the CPU's allocator, and two on fake
 peak of the second, without the workspaces that kernels allocate and free. Cases off by more than 1 % are
 listed. Then the time of a prediction of GPTs of several depths, in a process that has started already,
 against torch's own MemTracker over two fake steps of the same. Then the processor seconds of whole processes,
-interleaved: ``backlight memory --fake`` against a process that does nothing but MemTracker's two steps.
+interleaved: ``backlight memory predict`` against a process that does nothing but MemTracker's two steps.
 
     OMP_NUM_THREADS=1 python bench/memory.py [--quick] [--speed] [--processes]
 """
@@ -104,11 +104,11 @@ def processor_seconds(command: list[str]) -> float:
 
 
 def whole_processes(console: Console, *, quick: bool) -> None:
-    table = Table("layers", "backlight memory --fake s", "MemTracker s", "ratio")
+    table = Table("layers", "backlight memory predict s", "MemTracker s", "ratio")
     here = Path(sys.executable).parent / "backlight"
     for layers in (1, 2, 4) if quick else (1, 2, 4, 8, 12, 24):
         settings = [f"n_blocks={layers}", "batch=8", "seq=64"]
-        predicting = [str(here), "memory", str(GPT), "--fake"]
+        predicting = [str(here), "memory", "predict", str(GPT)]
         predicting += [part for setting in settings for part in ("--set", setting)]
         tracking = [sys.executable, str(Path(__file__).parent / "mem_tracker.py"), *settings]
         pairs = [

@@ -1,7 +1,7 @@
 """A recipe: a character-level GPT, for the commands that build and call the model themselves.
 
 backlight spectra examples/gpt_recipe.py --checkpoints 'checkpoints/*.pt' --replicates 16
-backlight memory examples/gpt_recipe.py --fake --set batch=64 --set seq=1024
+backlight memory predict examples/gpt_recipe.py --set batch=64 --set seq=1024
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 if "SIMULATED_ACCELERATOR" not in os.environ:
     torch.ones((), requires_grad=True).backward()
 
-SCRIPTS = {"check", "checkpointing", "nan", "profile", "why-no-grad"}
+SCRIPTS = {"check", "nan", "profile", "why-no-grad"}
 """Commands in which an option behind ``train.py`` belongs to the script."""
 
 
@@ -85,7 +85,10 @@ def check_answer() -> Callable[[Sequence[object], int, str], None]:
     """Check what ``--json`` printed: strict JSON, with every field in the schema of the command."""
 
     def check(arguments: Sequence[object], code: int, out: str) -> None:
-        command = " ".join(map(str, arguments[: 2 if "grok" in arguments[:1] else 1]))
+        words = [str(word) for word in arguments[:2]]
+        command = " ".join(words if words[0] == "grok" else words[:1])
+        if words[0] == "memory":
+            command = "memory predict" if words[1] == "predict" else "memory measure"
         given = [*itertools.takewhile(lambda word: command not in SCRIPTS or word != "train.py", arguments)]
         if "--json" not in given or code > 1:
             return

@@ -81,12 +81,13 @@ def unknown(words: list[str], commands: dict[str, Any]) -> str:
             and (place == 0 or words[0] in {"torchrun", "srun"})
         ):
             name, rest = words[place + 1], words[place + 2 :]
-            if name == "grok" and rest[:1] and f"grok {rest[0]}" in commands:
-                name, rest = f"grok {rest[0]}", rest[1:]
+            if rest[:1] and f"{name} {rest[0]}" in commands:
+                name, rest = f"{name} {rest[0]}", rest[1:]
+            elif name == "memory":
+                name = "memory measure"
             if name not in commands:
                 return name if re.fullmatch(r"[a-z][a-z-]+", name) and name not in KINDS else ""
-            # After --fake, --NAME VALUE are parameters of the recipe.
-            return refused(commands[name], rest[: rest.index("--fake")] if "--fake" in rest else rest)
+            return refused(commands[name], rest)
     return ""
 
 
@@ -105,7 +106,8 @@ def commands() -> dict[str, Any]:
     app.load_commands()
     main = typer.main.get_command(app.app)
     found = dict(main.commands)
-    found |= {f"grok {name}": command for name, command in found["grok"].commands.items()}
+    for group in ("grok", "memory"):
+        found |= {f"{group} {name}": command for name, command in found[group].commands.items()}
     return found
 
 

@@ -1,4 +1,4 @@
-"""`memory --fake` against the allocator: five models, fp32 and autocast, eager and SDPA, with dropout."""
+"""`memory predict` against the allocator: five models, fp32 and autocast, eager and SDPA, with dropout."""
 
 from __future__ import annotations
 

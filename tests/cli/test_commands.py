@@ -120,8 +120,9 @@ def test_repeated_main_registers_commands_once(command: Run) -> None:
 def _commands() -> dict[str, typer.core.TyperCommand]:
     application.load_commands()
     found = dict(typer.main.get_command(application.app).commands)
-    group = found.pop("grok")
-    return found | {f"grok {name}": command for name, command in group.commands.items()}
+    for group in ("grok", "memory"):
+        found |= {f"{group} {name}": command for name, command in found.pop(group).commands.items()}
+    return found
 
 
 def test_commands_and_options_match_surface_json() -> None:

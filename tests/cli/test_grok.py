@@ -26,12 +26,14 @@ def test_list_and_config(command: Run, tmp_path: Path) -> None:
     assert "2301.05217" in out
     found = json.loads(command("grok", "list", "--json")[1])
     assert {"name", "title", "arxiv", "claim", "effect", "expects"} <= set(found[0])
-    code, out, _ = command("grok", "config", "nanda", "--preset", "paper", "--set", "training.lr=0.5")
+    code, out, _ = command(
+        "grok", "run", "nanda", "--dry-run", "--preset", "paper", "--set", "training.lr=0.5"
+    )
     assert code == 0
     assert "lr: 0.5" in out
     assert "p: 113" in out
-    (tmp_path / "file.yaml").write_text(command("grok", "config", "oracle", "--steps", 70)[1])
-    code, out, errors = command("grok", "estimate", tmp_path / "file.yaml", "--json")
+    (tmp_path / "file.yaml").write_text(command("grok", "run", "oracle", "--dry-run", "--steps", 70)[1])
+    code, out, errors = command("grok", "run", "--config", tmp_path / "file.yaml", "--dry-run", "--json")
     assert code == 0, errors
     assert next(part for part in json.loads(out)["parts"] if part["name"] == "training")["times"] == 70
 
@@ -92,10 +94,12 @@ def test_unknown_control_is_refused_before_training(
 
 
 def test_estimate_reports_what_does_not_fit(command: Run) -> None:
-    code, out, errors = command("grok", "estimate", "oracle", "--set", "run.disk_free=900000000000000")
+    code, out, errors = command(
+        "grok", "run", "oracle", "--dry-run", "--set", "run.disk_free=900000000000000"
+    )
     assert code == 0, errors
-    assert "Not even scalars alone fit" in out
-    code, out, _ = command("grok", "estimate", "oracle", "--set", "run.disk_free=0", "--json")
+    assert "Not even scalars alone fit" in errors
+    code, out, _ = command("grok", "run", "oracle", "--dry-run", "--set", "run.disk_free=0", "--json")
     found = json.loads(out)
     assert found["tier"] == "full factors"
     assert {part["name"] for part in found["parts"]} >= {"training", "gram", "window", "vectors"}

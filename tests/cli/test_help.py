@@ -100,9 +100,9 @@ def test_fail_on_an_unknown_name_is_refused_before_the_script_runs(
     for name, given, message in (
         ("nan", "nam", "did you mean 'nan'?"),
         ("why-no-grad", "unsued", "did you mean 'unused'?"),
-        ("checkpointing", "states", "did you mean 'state'?"),
+        ("check --recompute", "states", "did you mean 'state'?"),
     ):
-        assert message in refused(name, "--fail-on", given, tmp_path / "train.py")
+        assert message in refused(*name.split(), "--fail-on", given, tmp_path / "train.py")
 
 
 def test_the_reference_of_the_site_has_every_command() -> None:

@@ -57,7 +57,7 @@ def test_files_without_configuration_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read(file)
-    keys = "expected keys with values, as `backlight grok config` prints"
+    keys = "expected keys with values, as `backlight grok run --dry-run` prints"
     bomb = "".join(f"k{i}: &k{i} [{', '.join([f'*k{i - 1}'] * 10)}]\n" for i in range(1, 10))
     for text, message in (
         ("a: [", "not valid YAML"), ("- 1\n", keys),

@@ -205,7 +205,7 @@ def test_invalid_settings_are_refused(pairs: list[str], message: str) -> None:
         parse_settings(pairs)
 
 
-@pytest.mark.parametrize("line", ["gram", "spectra", "memory --fake", "sweep --set dim=2,4"])
+@pytest.mark.parametrize("line", ["gram", "spectra", "memory predict", "sweep --set dim=2,4"])
 def test_a_training_script_is_refused_with_a_minimal_recipe_and_not_run(
     tmp_path: Path, line: str, command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 import backlight
-from backlight.cli.help_page import HelpCommand, HelpGroup
+from backlight.cli.help_page import HelpCommand, HelpGroup, HelpGroupWithDefault
 from backlight.cli.script_command import ScriptCommand
 from backlight.extras import EXTRA_OF, MissingPackageError
 from backlight.launch.uncaught import Interrupted, raise_interrupt
@@ -26,7 +26,7 @@ from backlight.terminal import write
 PANELS = {
     "Start": ("run", "report", "open", "top", "doctor", "demo"),
     "Diagnose": (
-        "why-no-grad", "check", "nan", "attach", "profile", "memory", "checkpointing", "trace", "test-matrix",
+        "why-no-grad", "check", "nan", "attach", "profile", "memory", "trace", "test-matrix",
     ),
     "Runs": ("ls", "findings", "compare", "query", "export", "compact", "join", "mcp"),
     "Research": ("spectra", "sweep", "gram", "grok"),
@@ -59,6 +59,12 @@ grok = typer.Typer(
     **_OPTIONS,
 )  # fmt: skip
 
+memory = typer.Typer(
+    name="memory", help="Measure the memory of a step of a script, or predict that of a recipe.",
+    add_completion=False, **(_OPTIONS | {"cls": HelpGroupWithDefault}),
+)  # fmt: skip
+_GROUPS = {"grok": grok, "memory": memory}
+
 # Newer releases of typer carry a click of their own: the class is found by its name.
 _USAGE: type[Any] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
@@ -75,7 +81,7 @@ def command(
     examples:
         Command lines that its ``--help`` shows.
     group:
-        ``"grok"`` for a command of that group.
+        ``"grok"`` or ``"memory"`` for a command of that group.
     script:
         Whether what follows the first argument belongs to the user's script, as in ``python``.
     """
@@ -85,7 +91,7 @@ def command(
             "allow_extra_args": script,
             "allow_interspersed_args": not script,
         }
-        target = grok if group else app
+        target = _GROUPS.get(group, app)
         target.command(
             name, cls=ScriptCommand if script else HelpCommand, help=inspect.cleandoc(function.__doc__ or ""),
             epilog="\n".join(examples), rich_help_panel="" if group else _PANEL_OF[name],
@@ -124,6 +130,8 @@ def load_commands(name: str = "") -> None:
     if name in _PANEL_OF and name != "grok":
         module = name if name in _MODULES else _PANEL_OF[name].lower()
         importlib.import_module(f"backlight.cli.commands.{module}")
+        if name in _GROUPS:
+            _add_groups()
     else:
         _load_all()
 
@@ -135,7 +143,13 @@ def _load_all() -> None:
         importlib.import_module(module.name)
     app.registered_commands.sort(key=lambda found: _ORDER.index(found.name or ""))
     grok.registered_commands.sort(key=lambda found: found.name or "")
-    app.add_typer(grok, rich_help_panel=_PANEL_OF["grok"])
+    _add_groups()
+
+
+@functools.cache
+def _add_groups() -> None:
+    for name, group in _GROUPS.items():
+        app.add_typer(group, rich_help_panel=_PANEL_OF[name])
 
 
 def error_line(error: Exception, command: str = "") -> str:

@@ -67,6 +67,17 @@ class HelpGroup(typer.core.TyperGroup):
         return super().parse_args(ctx, args)
 
 
+class HelpGroupWithDefault(HelpGroup):
+    """A group whose first command is meant where none is named: ``memory train.py`` is ``memory measure``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Name the first command where the first word is neither a command nor a request for help."""
+        first, *_ = self.list_commands(ctx)
+        if args and args[0] not in {*self.list_commands(ctx), *ctx.help_option_names}:
+            args = [first, *args]
+        return super().parse_args(ctx, args)
+
+
 def command_page(command: Any, context: Any) -> str:
     """Return the help page of a command."""
     summary, _, description = (command.help or "").partition("\n\n")

@@ -151,7 +151,7 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(found, dict):
         raise ConfigurationError(
-            f"{path}: expected keys with values, as `backlight grok config` prints, "
+            f"{path}: expected keys with values, as `backlight grok run --dry-run` prints, "
             f"got {type(found).__name__}"
         )
     return found

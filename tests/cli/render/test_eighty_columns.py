@@ -143,16 +143,16 @@ COMMANDS = (
     "memory --full train.py", "ls .", "findings slow --full",
     "top slow --once", "attach --flight-recorder dumps", "test-matrix --check matrix/recompute.toml",
     "grok detect an-oracle-of-grokking-with-a-long-name",
-    "grok compare an-oracle-of-grokking-with-a-long-name late --align",
+    "compare an-oracle-of-grokking-with-a-long-name late --align",
 )  # fmt: skip
 
 MORE = (
-    "memory train.py", "memory --fake recipe.py --full --checkpointing --budget 100M",
-    "memory --fake recipe.py", "profile --timed 14 --traced 3 train.py",
+    "memory train.py", "memory predict recipe.py --full --checkpointing --budget 100M",
+    "memory predict recipe.py", "profile --timed 14 --traced 3 train.py",
     "profile --timed 14 --traced 3 --full train.py",
     "sweep recipe.py --fake --set dim=32,64,128 --set batch=4,8",
     "sweep recipe.py --set dim=32,64,128 --full", "gram recipe.py", "spectra recipe.py --replicates 4",
-    "checkpointing train.py", "compare first-run-of-the-encoder slow --full", "query slow --tables",
+    "check --recompute train.py", "compare first-run-of-the-encoder slow --full", "query slow --tables",
     "why-no-grad cut.py", "why-no-grad train.py", "nan nan.py", "nan train.py",
     "check train.py", "check --steps 20 cut.py",
     "grok list", "grok run doshi --steps 20 --out doshi", "test-matrix --out results matrix/recompute.toml",

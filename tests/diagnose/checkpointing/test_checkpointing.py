@@ -78,7 +78,7 @@ for step in range(5):
 
 def test_command(tmp_path: Path, command: Command) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    code, out, errors = command("checkpointing", "--fail-on", "any", "--json", "train.py")
+    code, out, errors = command("check", "--recompute", "--fail-on", "any", "--json", "train.py")
     assert code == 1, errors
     (region,) = json.loads(out)["regions"]
     assert region["place"]["line"] == "train.py:8"

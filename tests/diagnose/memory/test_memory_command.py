@@ -12,7 +12,6 @@ from answer_schemas import schema_of
 from jsonschema import validate
 
 from backlight.cli import app as application
-from backlight.cli.memory_prediction import FakeOptions, fake_options
 from backlight.diagnose.memory import measure
 from backlight.diagnose.memory.measure import read_allocator
 from backlight.diagnose.memory.result import AllocatorStatistics
@@ -54,7 +53,7 @@ def test_script_is_measured_and_stored(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
-    validate(answer, schema_of("memory"))
+    validate(answer, schema_of("memory measure"))
     held = (32 * 64 + 64 + 64 * 10 + 10) * 4
     assert answer["kinds"]["parameters"] == held
     # At the peak backward has come through the last layer. Adam counts steps in four bytes each.
@@ -88,9 +87,9 @@ def test_script_is_measured_and_stored(tmp_path: Path) -> None:
 
 
 def test_recipe_is_predicted_and_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = "--fake --batch 2 --set seq=32 --checkpointing --json --budget 8M --out"
+    given = "--set batch=2 --set seq=32 --checkpointing --json --budget 8M --out"
     with pytest.raises(SystemExit) as leaving:
-        application.main(["memory", str(RECIPE), *given.split(), str(tmp_path / "run")])
+        application.main(["memory", "predict", str(RECIPE), *given.split(), str(tmp_path / "run")])
     assert leaving.value.code == 0
     answer = json.loads(capsys.readouterr().out)
     assert (answer["how"], answer["built"]) == ("predicted", "meta")
@@ -105,10 +104,10 @@ def test_command_reads_recipe_once_without_a_gpu_and_prints_only_json(tmp_path: 
     seen = "import os\nprint('read with', repr(os.environ['CUDA_VISIBLE_DEVICES']))\n"
     head, future, rest = RECIPE.read_text(encoding="utf-8").partition("from __future__ import annotations\n")
     (tmp_path / "recipe.py").write_text(f"{head}{future}{seen}{rest}", encoding="utf-8")
-    command = [sys.executable, "-m", "backlight", "memory", "recipe.py", "--fake", "--json"]
+    command = [sys.executable, "-m", "backlight", "memory", "predict", "recipe.py", "--json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     answer = json.loads(done.stdout)
-    validate(answer, schema_of("memory"))
+    validate(answer, schema_of("memory predict"))
     assert answer["how"] == "predicted"
     assert done.stderr.count("read with ''") == done.stderr.count("read with") == 1
 
@@ -116,15 +115,13 @@ def test_command_reads_recipe_once_without_a_gpu_and_prints_only_json(tmp_path: 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["recipe.py", "--fake", "--dimm", "8"], "'dimm'; did you mean 'dim'?"),
-        (["recipe.py", "--fake", "--budget", "much"], "expected a size such as 500M"),
-        (["recipe.py", "--fake", "--budget", "1G", "--batch-setting", "samples"], "'samples'"),
-        (["recipe.py", "--fake", "stray"], "'stray' is no option and no setting"),
-        (["recipe.py", "--fake", "--dim"], "--dim lacks its value"),
-        (["half.py", "--fake"], "expected `def batches(rank, world_size, **settings)`"),
-        (["--budget", "1G", "recipe.py"], "--budget belongs to a prediction: add --fake"),
-        (["recipe.py"], "looks like a recipe: add --fake"),
-        (["missing.py", "--fake"], "no such recipe"),
+        (["predict", "recipe.py", "--set", "dimm=8"], "'dimm'; did you mean 'dim'?"),
+        (["predict", "recipe.py", "--budget", "much"], "expected a size such as 500M"),
+        (["predict", "recipe.py", "--budget", "1G", "--batch-setting", "samples"], "'samples'"),
+        (["predict", "recipe.py", "stray"], "Got unexpected extra argument (stray)"),
+        (["predict", "half.py"], "expected `def batches(rank, world_size, **settings)`"),
+        (["recipe.py"], "looks like a recipe: backlight memory predict"),
+        (["predict", "missing.py"], "no such recipe"),
     ],
 )
 def test_refusals_are_one_line(
@@ -149,15 +146,6 @@ def test_script_that_ends_too_early_is_reported(tmp_path: Path, capsys: pytest.C
         application.main(["memory", "--warmup", "50", str(tmp_path / "train.py")])
     assert leaving.value.code == 2
     assert "after 10 of the 51 steps that are needed (--warmup 50)" in capsys.readouterr().err
-
-
-def test_options_may_precede_or_follow_the_recipe() -> None:
-    rest = ["--batch", "4", "--fake", "--n-blocks=3", "--json"]
-    options = fake_options(
-        "r.py", rest, fake=False, settings=["seq=9"], budget=None, batch_setting="batch",
-        checkpointing=False, out=None, as_json=False,
-    )  # fmt: skip
-    assert options == FakeOptions("r.py", ("seq=9", "batch=4", "n_blocks=3"), as_json=True)
 
 
 def test_run_without_memory_is_reported_as_not_measured(tmp_path: Path) -> None:

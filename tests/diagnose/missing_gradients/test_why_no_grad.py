@@ -168,13 +168,13 @@ def test_example(command: Command) -> None:
         ("import sys\nsys.exit(5)\n", "train.py: finished (exit code 5) without calling"),
     ],
 )
-@pytest.mark.parametrize("name", ["why-no-grad", "nan", "checkpointing"])
+@pytest.mark.parametrize("name", ["why-no-grad", "nan", "check --recompute"])
 def test_script_without_a_backward(
     name: str, text: str | None, message: str, tmp_path: Path, command: Command
 ) -> None:
     if text is not None:
         (tmp_path / "train.py").write_text(text)
-    code, _, errors = command(name, "train.py")
+    code, _, errors = command(*name.split(), "train.py")
     assert code == 2
     assert message in errors
     assert errors.count("\n") == 1

@@ -18,6 +18,7 @@ from backlight.cli.options import Json, Module, Script, ScriptJson, StoreIn, Tab
 from backlight.cli.progress import count_bar
 from backlight.records import DiagnosisKind
 from backlight.terminal import make_console, write
+from backlight.text import parse_size
 
 if TYPE_CHECKING:
     from backlight.diagnose.missing_gradients.reasons import Row
@@ -49,45 +50,9 @@ def _without_backward(script: str, code: int) -> Exception:
 
 
 @command(
-    "checkpointing", "backlight checkpointing train.py",
-    "backlight checkpointing --fail-on state,random train.py",
-    script=True,
-)  # fmt: skip
-def checkpointing(
-    context: Context,
-    script: Script,
-    module: Module = False,
-    steps: Annotated[int, Option(min=1, help="Optimizer steps after which the script is ended.")] = 2,
-    as_json: ScriptJson = False,
-    fail_on: Annotated[
-        str | None, Option(metavar="KIND,...", help="Exit 1 for remarks of these kinds, or any.")
-    ] = None,
-) -> int:
-    """Inspect activation checkpointing in a training script.
-
-    Prints for each region its mode and line, in-place operations inside, state that differs between forward
-    and recomputation, attention inputs that are not contiguous, and parameters that its boundary cuts.
-    """
-    from backlight.cli.render.explanations import print_regions, regions_as_json
-    from backlight.diagnose.checkpointing.observer import CheckpointObserver
-    from backlight.diagnose.checkpointing.regions import REMARK_KINDS
-    from backlight.launch.observe import end_script
-
-    failing = parse_fail_on(fail_on, REMARK_KINDS)
-    observer = CheckpointObserver(steps, end_script)
-    code = _explain(observer, script, context, module=module, quiet=as_json)
-    if not observer.backwards and not observer.regions:
-        raise _without_backward(script, code)
-    if as_json:
-        print_json(regions_as_json(observer, script, code))
-    else:
-        print_regions(Page(), observer, code)
-    return int(any(remark.kind in failing for region in observer.regions for remark in region.remarks))
-
-
-@command(
     "check", "backlight check train.py", "backlight check --causal --fail-on any train.py",
     "backlight check --steps 20 --fail-on error train.py",
+    "backlight check --recompute --fail-on state,random train.py",
     script=True,
 )  # fmt: skip
 def check_script(
@@ -104,7 +69,7 @@ def check_script(
         bool, Option("--overfit-one-batch", help="Train on one batch, also with shuffled labels.")
     ] = False,
     recompute: Annotated[
-        bool, Option("--recompute", help="Compare checkpointed regions with their recomputation.")
+        bool, Option("--recompute", help="Inspect checkpointed regions, alone: prints each with its line.")
     ] = False,
     steps: Annotated[
         int | None,
@@ -121,7 +86,10 @@ def check_script(
 
     Replays the step in a forked process before its backward, so that the script keeps its state. Runs every
     probe except --causal (does an output depend on later inputs?), or the probes that are named. With
-    --steps N, the script then trains N steps, and the findings are printed as well.
+    --steps N, the script then trains N steps, and the findings are printed as well. --recompute inspects
+    activation checkpointing while the script trains (2 steps, or --steps): for each region its mode and line,
+    in-place operations inside, state that differs between forward and recomputation, attention inputs that
+    are not contiguous, and parameters that its boundary cuts.
     """
     from backlight.cli.render.explanations import print_probes, probes_as_json
     from backlight.cli.watched_steps import WatchedSteps, split_fail_on
@@ -129,12 +97,16 @@ def check_script(
     from backlight.diagnose.probes.result import Outcome, Probe
     from backlight.launch.observe import end_script
 
+    if recompute:
+        if causal or through_time or one_batch or out is not None:
+            raise BadParameter("--recompute inspects checkpointing alone: leave out other probes and --out")
+        return _regions(context, script, steps or 2, fail_on, module=module, as_json=as_json)
     failing, finding_fails = split_fail_on(fail_on, list(Probe), watches=steps is not None)
     if steps is None and out is not None:
         raise BadParameter("--out stores the steps that --steps asks for: add --steps")
     chosen = {
         Probe.FUTURE: causal, Probe.TARGETS: causal, Probe.THROUGH_TIME: through_time,
-        Probe.OVERFIT: one_batch, Probe.LABELS: one_batch, Probe.RECOMPUTATION: recompute,
+        Probe.OVERFIT: one_batch, Probe.LABELS: one_batch,
     }  # fmt: skip
     probes = {probe for probe, is_chosen in chosen.items() if is_chosen}
     if not probes:
@@ -159,6 +131,27 @@ def check_script(
     if finding_fails is not None and (recorded is None or any(map(finding_fails, recorded[1]))):
         return 1  # not measured is not healthy
     return code if watched is not None else 0
+
+
+def _regions(
+    context: Context, script: str, steps: int, fail_on: str | None, *, module: bool, as_json: bool
+) -> int:
+    """Inspect the checkpointed regions of a script; return the exit code."""
+    from backlight.cli.render.explanations import print_regions, regions_as_json
+    from backlight.diagnose.checkpointing.observer import CheckpointObserver
+    from backlight.diagnose.checkpointing.regions import REMARK_KINDS
+    from backlight.launch.observe import end_script
+
+    failing = parse_fail_on(fail_on, REMARK_KINDS)
+    observer = CheckpointObserver(steps, end_script)
+    code = _explain(observer, script, context, module=module, quiet=as_json)
+    if not observer.backwards and not observer.regions:
+        raise _without_backward(script, code)
+    if as_json:
+        print_json(regions_as_json(observer, script, code))
+    else:
+        print_regions(Page(), observer, code)
+    return int(any(remark.kind in failing for region in observer.regions for remark in region.remarks))
 
 
 @command("nan", "backlight nan train.py", "backlight nan --steps 500 --fail-on any train.py", script=True)
@@ -375,64 +368,99 @@ def trace(
 
 
 @command(
-    "memory", "backlight memory train.py", "backlight memory recipe.py --fake --set batch=64 --budget 24G",
-    script=True,
+    "measure", "backlight memory train.py", "backlight memory --recorded 3 train.py --lr 0.1",
+    group="memory", script=True,
 )  # fmt: skip
 def memory(
     context: Context,
-    target: Annotated[
-        str, Argument(metavar="TARGET", help="Training script; with --fake a recipe, with -m a module.")
-    ],
+    script: Script,
     module: Module = False,
-    fake: Annotated[bool, Option("--fake", help="Predict for a recipe on fake tensors.")] = False,
     warmup: Annotated[int, Option(min=1, help="Steps before recording.")] = 2,
     recorded: Annotated[int, Option(min=1, help="Steps to record, after which the script is ended.")] = 1,
-    settings: Annotated[
-        list[str] | None,
-        Option("--set", metavar="KEY=VALUE", help="Recipe setting, with --fake (repeatable)."),
-    ] = None,
-    budget: Annotated[
-        str | None, Option(metavar="SIZE", help="Memory for the largest batch, as 24G, with --fake.")
-    ] = None,
-    batch_setting: Annotated[
-        str, Option(metavar="KEY", help="Recipe setting that is the batch size.")
-    ] = "batch",
-    checkpointing: Annotated[
-        bool, Option("--checkpointing", help="Predict savings of checkpointing, with --fake.")
-    ] = False,
     out: StoreIn = None,
     full: Tables = False,
     as_json: ScriptJson = False,
 ) -> int:
-    """Profile the memory of a step by module and tensor kind.
+    """Measure the memory of a step of a script, by module and tensor kind.
 
-    Ends the script after the recorded steps. With --fake, TARGET is a recipe: backlight predicts its memory
-    without allocating it, options may follow the recipe, and --NAME VALUE sets one of its parameters.
+    Ends the script after the recorded steps.
     """
-    arguments = list(context.args)
-    from backlight.cli.memory_prediction import fake_options, predict
-
-    options = fake_options(
-        target, arguments, fake=fake, settings=settings or [], budget=budget, out=out, as_json=as_json,
-        batch_setting=batch_setting, checkpointing=checkpointing, full=full,
-    )  # fmt: skip
-    if options is not None:
-        predict(options)
-        return 0
     from backlight.launch.script import check
 
-    check(target, module=module)
+    check(script, module=module)
     from backlight.cli.render.memory import print_measured
     from backlight.diagnose.memory.measure import measure_memory
     from backlight.diagnose.memory.result import open_memory_run, store_memory
 
-    with nullcontext() if out is None else open_memory_run(out, target, arguments) as writer:
+    arguments = list(context.args)
+    with nullcontext() if out is None else open_memory_run(out, script, arguments) as writer:
         measured = measure_memory(
-            target, arguments, module=module, warmup=warmup, steps=recorded, quiet=as_json
+            script, arguments, module=module, warmup=warmup, steps=recorded, quiet=as_json
         )
         print_measured(measured, as_json=as_json, full=full)
         if writer is not None:
             store_memory(writer, measured)
+    return 0
+
+
+@command(
+    "predict", "backlight memory predict recipe.py --set batch=64 --budget 24G", group="memory",
+)  # fmt: skip
+def predict_memory(
+    recipe: Annotated[Path, Argument(metavar="RECIPE", help="File with build_model, batches and loss.")],
+    settings: Annotated[
+        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Setting of the recipe (repeatable).")
+    ] = None,
+    budget: Annotated[
+        str | None, Option(metavar="SIZE", help="Memory for which the largest batch is searched, as 24G.")
+    ] = None,
+    batch_setting: Annotated[
+        str, Option(metavar="KEY", help="Setting of the recipe that is the batch size.")
+    ] = "batch",
+    checkpointing: Annotated[
+        bool, Option("--checkpointing", help="Predict the savings of checkpointing as well.")
+    ] = False,
+    out: StoreIn = None,
+    full: Tables = False,
+    as_json: Json = False,
+) -> int:
+    """Predict the memory of a step of a recipe on fake tensors; nothing is allocated."""
+    from backlight.cli.render.memory import print_predicted
+    from backlight.diagnose.memory.predictor import (
+        Predictor,
+        UnreadRecipe,
+        checkpointing_savings,
+        largest_batch,
+    )
+    from backlight.diagnose.memory.result import open_memory_run, store_memory
+    from backlight.launch.recipe import parse_settings
+
+    available = None if budget is None else parse_size(budget, "--budget")
+    unread = UnreadRecipe(recipe, parse_settings(settings or []))
+    # A setting that the recipe does not take is refused now, not after a prediction.
+    accepts = () if available is None else (batch_setting,)
+    with (
+        Predictor() as predictor,  # first: it may fork, which no open run should see
+        nullcontext() if out is None else open_memory_run(out, str(recipe), settings or []) as writer,
+        make_console(stderr=True).status("predicting") as status,
+    ):
+        prediction = predictor.predict(unread, accepts=accepts)
+        if checkpointing:
+            status.update("predicting with checkpointing")
+            prediction = replace(
+                prediction, checkpointing=checkpointing_savings(predictor, unread, prediction)
+            )
+        if available is not None:
+
+            def show(batch: int, peak: int) -> None:
+                status.update(f"predicted a batch of {batch}: {peak / 1e9:.2f} GB")
+
+            fit = largest_batch(predictor, unread, available, setting=batch_setting, progress=show)
+            prediction = replace(prediction, fit=fit)
+        status.stop()
+        print_predicted(prediction, wanted=checkpointing, as_json=as_json, full=full)
+        if writer is not None:
+            store_memory(writer, prediction)
     return 0
 
 

@@ -11,7 +11,7 @@ from typer import Argument, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import make_table, print_json
-from backlight.cli.options import Changes, Device, Json, Preset, Seed, Steps, readable_run
+from backlight.cli.options import Json, readable_run
 from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
@@ -65,54 +65,6 @@ def listing(as_json: Json = False) -> None:
     make_console().print(table)
 
 
-@command("config", "backlight grok config nanda --preset paper", group="grok")
-def config(
-    name: Annotated[str, Argument(metavar="NAME", help="Experiment, see backlight grok list.")],
-    preset: Preset = None,
-    changes: Changes = None,
-    steps: Steps = None,
-    seed: Seed = None,
-) -> None:
-    """Print the configuration of an experiment as YAML."""
-    from backlight.experiments.config import configure
-
-    configuration = configure(name, preset, overlay(changes, steps=steps, seed=seed))
-    write(configuration.as_yaml().rstrip("\n"))
-
-
-@command("estimate", "backlight grok estimate nanda", group="grok")
-def estimate(
-    what: Annotated[str, Argument(metavar="CONFIG|NAME", help="YAML file or name of an experiment.")],
-    preset: Preset = None,
-    changes: Changes = None,
-    steps: Steps = None,
-    seed: Seed = None,
-    device: Device = None,
-    out: Annotated[
-        Path, Option("--out", "-o", metavar="DIR", help="Run directory, whose free disk space is checked.")
-    ] = Path("runs"),
-    as_json: Json = False,
-) -> None:
-    """Estimate time, memory and disk of an experiment.
-
-    Times a few steps and each measure.
-    """
-    from backlight.cli.render.grok import print_estimate
-    from backlight.experiments.cost import estimate_of
-
-    file = Path(what)
-    named = None if file.suffix in {".yaml", ".yml"} else what
-    options = overlay(changes, steps=steps, seed=seed, device=device)
-    configuration = configured(named, preset, None if named else file, options)
-    console = make_console(stderr=True)
-    with console.status("timing") as status:
-        found = estimate_of(configuration, out, on_part=lambda part: status.update(f"timing {part}"))
-    if as_json:
-        print_json(found.as_mapping())
-    else:
-        print_estimate(found, make_console())
-
-
 @command("detect", "backlight grok detect runs/nanda-ci-seed-0", group="grok")
 def detect(
     runs: Annotated[
@@ -155,34 +107,3 @@ def detect(
     if as_json:
         print_json(out)
     return 2 if failed else 0
-
-
-@command("compare", "backlight grok compare runs/a runs/b --align -o curves.html", group="grok")
-def compare(
-    runs: Annotated[
-        list[Path],
-        Argument(metavar="RUN...", help="Two or more run directories or URLs.", parser=readable_run),
-    ],
-    align: Annotated[
-        bool, Option("--align", help="Count steps of each run from its generalisation.")
-    ] = False,
-    measure: Annotated[
-        list[str] | None, Option(metavar="PREFIX", help="Measures to show (repeatable).")
-    ] = None,
-    out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="HTML file to write.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Overlay measures of several runs by step or generalisation."""
-    from backlight.analysis.overlay import as_page, overlay
-    from backlight.cli.render.grok import print_overlaid
-    from backlight.report.overlay import write_overlay
-    from backlight.store.read.run import open_run
-
-    overlaid = overlay([open_run(path) for path in runs], align=align, only=measure or ())
-    if as_json:
-        print_json(overlaid.as_json())
-    else:
-        print_overlaid(overlaid, make_console())
-    if out is not None:
-        written = write_overlay(as_page(overlaid), out)
-        write(written, file=sys.stderr if as_json else sys.stdout)

@@ -14,9 +14,10 @@ from typer import Argument, Option, confirm
 
 from backlight.cli.app import command
 from backlight.cli.commands.grok import configured, overlay
+from backlight.cli.console import print_json
 from backlight.cli.options import Changes, Device, Preset, Ray, Seed, Slurm, SlurmScript, Steps
 from backlight.extras import require
-from backlight.terminal import write
+from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
     from backlight.experiments.config import Configuration
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 @command(
     "run", "backlight grok run nanda", "backlight grok run nanda --control random-labels",
+    "backlight grok run nanda --preset paper --dry-run > nanda.yaml",
     "backlight grok run nanda --seeds 0-4 --sweep training.lr=0.001,0.003",
     group="grok",
 )  # fmt: skip
@@ -31,7 +33,7 @@ def run(
     name: Annotated[str | None, Argument(metavar="NAME", help="Experiment, see backlight grok list.")] = None,
     preset: Preset = None,
     config: Annotated[
-        Path | None, Option(metavar="FILE", help="YAML file, as backlight grok config prints it.")
+        Path | None, Option(metavar="FILE", help="YAML file, as backlight grok run --dry-run prints it.")
     ] = None,
     changes: Changes = None,
     steps: Steps = None,
@@ -56,11 +58,16 @@ def run(
     slurm: Slurm = None,
     slurm_script: SlurmScript = None,
     ray: Ray = None,
+    dry_run: Annotated[
+        bool, Option("--dry-run", help="Print the configuration, time a few steps, and run nothing.")
+    ] = False,
+    as_json: Annotated[bool, Option("--json", help="Print what --dry-run estimates as JSON.")] = False,
 ) -> int:
     """Run an experiment into a run directory.
 
     With --resume, an interrupted run continues to the same numbers. backlight compares the cost with the
-    free memory and disk before it starts.
+    free memory and disk before it starts. --dry-run prints the configuration as YAML, and on standard error
+    the time, memory and disk that it takes.
     """
     require("yaml", "h5py")
     from backlight.experiments.config import check_control
@@ -68,6 +75,10 @@ def run(
     check_control(control or "")
     options = overlay(changes, steps=steps, seed=seed, device=device)
     request = _Request(name, preset, config, options, out, control or "", degrade)
+    if as_json and not dry_run:
+        raise ValueError("--json prints what --dry-run estimates: add --dry-run")
+    if dry_run:
+        return _estimate(request, as_json=as_json)
     if ray is not None and (slurm is not None or slurm_script is not None):
         raise ValueError("--ray and --slurm: a sweep runs on one of them; give one")
     if ray is not None and seeds is None and not sweep:
@@ -103,6 +114,26 @@ class _Request:
         line += [part for key, value in _flat(self.options[1]) for part in ("--set", f"{key}={value}")]
         line += ["--control", self.control] if self.control else []
         return [*line, "--degrade"] if self.degrade else line
+
+
+def _estimate(request: _Request, *, as_json: bool) -> int:
+    """Print the configuration, and what it takes by timing a few steps and each measure."""
+    from backlight.cli.render.grok import print_estimate
+    from backlight.experiments.cost import estimate_of
+
+    configuration = request.configuration()
+    if not as_json:
+        write(configuration.as_yaml().rstrip("\n"))
+    console = make_console(stderr=True)
+    with console.status("timing") as status:
+        estimate = estimate_of(
+            configuration, request.out or Path("runs"), on_part=lambda part: status.update(f"timing {part}")
+        )
+    if as_json:
+        print_json(estimate.as_mapping())
+    else:
+        print_estimate(estimate, console)
+    return 0
 
 
 def _run_here(request: _Request, *, resume: bool) -> int:

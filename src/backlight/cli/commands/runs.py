@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, BadParameter, Option
 
@@ -24,6 +25,9 @@ from backlight.cli.options import (
 )
 from backlight.cli.progress import count_bar
 from backlight.terminal import make_console, write
+
+if TYPE_CHECKING:
+    from backlight.store.read.run import Run as RunReader
 
 
 def listed_folder(text: str) -> Path:
@@ -181,6 +185,7 @@ def export(
 @command(
     "compare", "backlight compare runs/first runs/second",
     "backlight compare runs/first runs/second -o cmp.html",
+    "backlight compare runs/a runs/b --align -o curves.html",
     "backlight compare --ab 'python train.py' 'python train.py --fused'",
 )  # fmt: skip
 def compare(
@@ -191,6 +196,12 @@ def compare(
         ),
     ] = None,
     out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="HTML file to write.")] = None,
+    align: Annotated[
+        bool, Option("--align", help="Overlay measures, with steps counted from generalisation.")
+    ] = False,
+    measure: Annotated[
+        list[str] | None, Option(metavar="PREFIX", help="Overlay measures of these names (repeatable).")
+    ] = None,
     strict: Annotated[bool, Option("--strict", help="Refuse runs whose configurations differ.")] = False,
     factor: Annotated[
         str | None, Option(metavar="NAME", help="Argument or field that may differ, with --strict.")
@@ -207,7 +218,8 @@ def compare(
     """Compare runs, or the step times of two commands.
 
     Prints final and best loss, what differs in the configurations, findings and step times. --ab runs two
-    commands interleaved and compares their step times.
+    commands interleaved and compares their step times. --measure and --align overlay recorded measures, by
+    step, or by step from the generalisation of each run.
     """
     if ab is not None:
         return _alternate(ab, pairs, steps, limit, given=bool(runs), as_json=as_json, full=full)
@@ -221,6 +233,8 @@ def compare(
     from backlight.store.read.run import open_run
 
     opened = [open_run(path) for path in runs]
+    if align or measure:
+        return _overlay(opened, measure or (), out, align=align, as_json=as_json)
     comparison = compare_runs(opened, strict=strict, factor=factor)
     if as_json:
         print_json(comparison_json(comparison))
@@ -230,6 +244,23 @@ def compare(
         from backlight.analysis.comparison_page import write_comparison
 
         write(write_comparison(comparison, opened, out), file=sys.stderr if as_json else sys.stdout)
+    return 0
+
+
+def _overlay(
+    runs: Sequence[RunReader], measures: Sequence[str], out: Path | None, *, align: bool, as_json: bool
+) -> int:
+    from backlight.analysis.overlay import as_page, overlay
+    from backlight.cli.render.grok import print_overlaid
+    from backlight.report.overlay import write_overlay
+
+    overlaid = overlay(runs, align=align, only=measures)
+    if as_json:
+        print_json(overlaid.as_json())
+    else:
+        print_overlaid(overlaid, make_console())
+    if out is not None:
+        write(write_overlay(as_page(overlaid), out), file=sys.stderr if as_json else sys.stdout)
     return 0
 
 

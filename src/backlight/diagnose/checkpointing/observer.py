@@ -1,4 +1,4 @@
-"""Inspection of activation checkpointing: what ``backlight checkpointing`` observes.
+"""Inspection of activation checkpointing: what ``backlight check --recompute`` observes.
 
 ``torch.utils.checkpoint.checkpoint`` and the function passed to it are wrapped: its first run is the forward,
 every later one a recomputation, and differences between the two are reported.

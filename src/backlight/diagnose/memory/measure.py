@@ -48,7 +48,7 @@ def measure_memory(
         if not observer.seen:
             what = "without a step of an optimizer after a backward; expected a training script"
             if not module and "def build_model" in Path(script).read_text(encoding="utf-8", errors="replace"):
-                what += ". It looks like a recipe: add --fake to predict its memory"
+                what += f". It looks like a recipe: backlight memory predict {script}"
         also = f"; {'; '.join(observer.trouble)}" if observer.trouble else ""
         raise NoTrainingError(f"{script}: ended (exit code {code}) {what}{also}", code)
     granule = GRANULE_BYTES if devices.is_accelerator(recorder.device) else 1

@@ -231,6 +231,6 @@ def _recomputation(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
             profile.evidence("memory/peak", peak, "bytes"),
             profile.evidence("memory/capacity", capacity, "bytes"),
         ),
-        fix="Checkpoint fewer blocks, or none; `backlight memory RECIPE --fake` predicts the peak.",
+        fix="Checkpoint fewer blocks, or none; `backlight memory predict RECIPE` predicts the peak.",
         refuted_if="the run without checkpointing does not fit, or takes as long.",
     )
