@@ -82,7 +82,7 @@ def out_of_memory() -> None:
         (in_place, "why-no-grad"),
         (twice, "why-no-grad"),
         (unused, "why-no-grad"),
-        (recomputed_otherwise, "checkpointing"),
+        (recomputed_otherwise, "check --recompute"),
         (not_finite, "nan"),
         (out_of_memory, "memory"),
     ],

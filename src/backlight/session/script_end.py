@@ -23,7 +23,7 @@ _EXPLAINED = (
         ),
         "why-no-grad",
     ),
-    (re.compile(r"^CheckpointError: |torch\.utils\.checkpoint: "), "checkpointing"),
+    (re.compile(r"^CheckpointError: |torch\.utils\.checkpoint: "), "check --recompute"),
     (re.compile(r"returned nan values in its"), "nan"),
     (re.compile(r"^OutOfMemoryError: |out of memory|(not enough|can't allocate) memory"), "memory"),
 )
