@@ -76,6 +76,6 @@ def test_one_that_hangs_does_not_hold_the_end_of_the_run(
 
 
 def test_something_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="on_finding: Input should be callable"):
+    with pytest.raises(ValueError, match="on_finding: expected a function of a finding"):
         train(tmp_path / "run", "print")
     assert not (tmp_path / "run").exists()

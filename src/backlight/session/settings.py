@@ -152,7 +152,7 @@ class Settings:
         dict[str, dict[str, float]], Option("Limits of rules that differ from their defaults, by monitor.")
     ] = dataclasses.field(default_factory=dict)
     on_finding: Annotated[
-        OnFinding | None,
+        Any,  # msgspec cannot check that it is an OnFinding
         Option(
             "Called on rank 0 with each new finding: on another thread while the run goes on, so that "
             "training does not wait for it, and at the end with the rest. What it raises is reported once."
@@ -166,7 +166,7 @@ class Settings:
         ),
     ] = ()  # fmt: skip
     on_stop: Annotated[
-        OnFinding | None,
+        Any,  # msgspec cannot check that it is an OnFinding
         Option(
             "Called with that finding on the training thread before the run is ended: to save a checkpoint."
         ),
@@ -176,6 +176,9 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        for name in ("on_finding", "on_stop"):
+            if (value := getattr(self, name)) is not None and not callable(value):
+                raise SettingError(name, f"expected a function of a finding, got {value!r}")
         check_patterns(self.redact)
         if not self.monitors:
             raise SettingError("monitors", "expected at least one name, as health")

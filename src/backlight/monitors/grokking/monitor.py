@@ -13,12 +13,12 @@ from backlight.capture.parameters import local
 from backlight.extras import require
 from backlight.monitor import Gradients, Monitor, RunContext
 from backlight.monitors.grokking.model.measures import DiskGuard
+from backlight.monitors.grokking.settings import Measures
 from backlight.processes import available_memory
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
     from backlight.capture.step_sink import StepSummary
-    from backlight.monitors.grokking.settings import Measures
     from backlight.session.settings import Settings
     from backlight.session.step_recorder import StepRecord
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import backlight
 from backlight.monitors.stalls.instrument.backward_trace import Tracer
-from backlight.monitors.stalls.trace_monitor import traced_kinds
+from backlight.monitors.stalls.settings import traced_kinds
 from backlight.session.settings import Settings
 from cases import CASE_NAMES, CASES, assert_equal, build
 from ranks.launching import run_ranks
