@@ -164,7 +164,8 @@ be missing: at most one flush interval, 1 s by default.
 Commands that write are killed as well, each at 100 random moments (`bench/command_kills.py --kills 100`):
 `join`, `export` to three formats, `report`, its bundle, `compact` and `run --resume`. What they read is
 unchanged, what they wrote is whole or absent, and a second try completes it: none of 800 failed, of which
-637 were killed before their end.
+637 were killed before their end. One kill of `run --resume` came before the first flush, and the run
+states so.
 
 ## Failures
 
