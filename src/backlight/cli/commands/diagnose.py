@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from backlight.diagnose.missing_gradients.reasons import Row
     from backlight.user_code import SourceLine
 
+REGION_STEPS = 2
+"""Optimizer steps after which the inspection of checkpointed regions ends the script."""
+
 FAILED = "failed backward"
 """In ``why-no-grad --fail-on``: an in-place operation broke the backward pass."""
 
@@ -69,7 +72,7 @@ def check_script(
         bool, Option("--overfit-one-batch", help="Train on one batch, also with shuffled labels.")
     ] = False,
     recompute: Annotated[
-        bool, Option("--recompute", help="Inspect checkpointed regions, alone: prints each with its line.")
+        bool, Option("--recompute", help="Compare checkpointed regions with their recomputation.")
     ] = False,
     steps: Annotated[
         int | None,
@@ -86,10 +89,10 @@ def check_script(
 
     Replays the step in a forked process before its backward, so that the script keeps its state. Runs every
     probe except --causal (does an output depend on later inputs?), or the probes that are named. With
-    --steps N, the script then trains N steps, and the findings are printed as well. --recompute inspects
-    activation checkpointing while the script trains (2 steps, or --steps): for each region its mode and line,
-    in-place operations inside, state that differs between forward and recomputation, attention inputs that
-    are not contiguous, and parameters that its boundary cuts.
+    --steps N, the script then trains N steps, and the findings are printed as well. --recompute alone lets
+    the script train two steps and prints for each checkpointed region its mode and line, in-place operations,
+    state that differs between forward and recomputation, attention inputs that are not contiguous, and
+    parameters that its boundary cuts.
     """
     from backlight.cli.render.explanations import print_probes, probes_as_json
     from backlight.cli.watched_steps import WatchedSteps, split_fail_on
@@ -97,16 +100,14 @@ def check_script(
     from backlight.diagnose.probes.result import Outcome, Probe
     from backlight.launch.observe import end_script
 
-    if recompute:
-        if causal or through_time or one_batch or out is not None:
-            raise BadParameter("--recompute inspects checkpointing alone: leave out other probes and --out")
-        return _regions(context, script, steps or 2, fail_on, module=module, as_json=as_json)
+    if recompute and steps is None and out is None and not (causal or through_time or one_batch):
+        return _regions(context, script, fail_on, module=module, as_json=as_json)
     failing, finding_fails = split_fail_on(fail_on, list(Probe), watches=steps is not None)
     if steps is None and out is not None:
         raise BadParameter("--out stores the steps that --steps asks for: add --steps")
     chosen = {
         Probe.FUTURE: causal, Probe.TARGETS: causal, Probe.THROUGH_TIME: through_time,
-        Probe.OVERFIT: one_batch, Probe.LABELS: one_batch,
+        Probe.OVERFIT: one_batch, Probe.LABELS: one_batch, Probe.RECOMPUTATION: recompute,
     }  # fmt: skip
     probes = {probe for probe, is_chosen in chosen.items() if is_chosen}
     if not probes:
@@ -133,9 +134,7 @@ def check_script(
     return code if watched is not None else 0
 
 
-def _regions(
-    context: Context, script: str, steps: int, fail_on: str | None, *, module: bool, as_json: bool
-) -> int:
+def _regions(context: Context, script: str, fail_on: str | None, *, module: bool, as_json: bool) -> int:
     """Inspect the checkpointed regions of a script; return the exit code."""
     from backlight.cli.render.explanations import print_regions, regions_as_json
     from backlight.diagnose.checkpointing.observer import CheckpointObserver
@@ -143,7 +142,7 @@ def _regions(
     from backlight.launch.observe import end_script
 
     failing = parse_fail_on(fail_on, REMARK_KINDS)
-    observer = CheckpointObserver(steps, end_script)
+    observer = CheckpointObserver(REGION_STEPS, end_script)
     code = _explain(observer, script, context, module=module, quiet=as_json)
     if not observer.backwards and not observer.regions:
         raise _without_backward(script, code)
@@ -424,7 +423,7 @@ def predict_memory(
     full: Tables = False,
     as_json: Json = False,
 ) -> int:
-    """Predict the memory of a step of a recipe on fake tensors; nothing is allocated."""
+    """Predict the memory of a step of a recipe, and allocate nothing."""
     from backlight.cli.render.memory import print_predicted
     from backlight.diagnose.memory.predictor import (
         Predictor,
