@@ -152,8 +152,8 @@ def test_sweep_has_a_directory_per_run(command: Run, tmp_path: Path) -> None:
         (("run", "nnada"), "did you mean 'nanda'?"),
         (("run", "oracle", "--set", "training.lrr=1"), "did you mean 'training.lr'?"),
         (("run", "oracle", "--out", "nowhere", "--resume"), "nowhere: holds no configuration"),
-        (("estimate", "nofile.yaml"), "nofile.yaml: cannot be read"),
-        (("config", "oracle", "--preset", "big"), "preset 'big': expected ci or paper"),
+        (("run", "--config", "nofile.yaml", "--dry-run"), "nofile.yaml: cannot be read"),
+        (("run", "oracle", "--dry-run", "--preset", "big"), "preset 'big': expected ci or paper"),
     ],
 )
 def test_refusals_are_one_line(arguments: tuple[str, ...], message: str, refused: Refused) -> None:

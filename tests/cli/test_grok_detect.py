@@ -86,7 +86,7 @@ def test_detect_takes_chance_and_test_size(command: Command, refused: Callable[.
 def test_compare_overlays_runs(command: Command, runs: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, out, errors = command(
-        "grok", "compare", runs / "oracle", runs / "late", runs / "control", "--align", "--out", page
+        "compare", runs / "oracle", runs / "late", runs / "control", "--align", "--out", page
     )
     assert (code, errors) == (0, "")
     assert "control never generalised and cannot be aligned" in out
@@ -101,8 +101,8 @@ def test_compare_prints_whole_numbers_at_eighty_columns(
     command: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    out = command("grok", "compare", runs / "oracle", runs / "late")[1]
-    result = json.loads(command("grok", "compare", runs / "oracle", runs / "late", "--json")[1])
+    out = command("compare", runs / "oracle", runs / "late", "--measure", "")[1]
+    result = json.loads(command("compare", runs / "oracle", runs / "late", "--measure", "", "--json")[1])
     first_words = {line.split()[0] for line in out.splitlines() if line.strip()}
     assert set(result["measures"]) <= first_words
     assert max(map(len, out.splitlines())) <= 80
@@ -135,7 +135,7 @@ def test_aligned_runs_generalise_at_step_zero(runs: Path) -> None:
 
 
 def test_compare_as_json_contains_the_curves(command: Command, runs: Path) -> None:
-    out = command("grok", "compare", runs / "oracle", runs / "late", "--measure", "test_", "--json")[1]
+    out = command("compare", runs / "oracle", runs / "late", "--measure", "test_", "--json")[1]
     result = json.loads(out)
     assert set(result["measures"]) == {"test_accuracy", "test_loss"}
     assert len(result["measures"]["test_accuracy"]["late"]["values"]) == 201
@@ -144,17 +144,17 @@ def test_compare_as_json_contains_the_curves(command: Command, runs: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("oracle",), "got 1 run; a comparison needs at least two"),
+        (("oracle", "--align"), "expected two runs or more"),
         (("oracle", "late", "--measure", "nope"), "begins with nope; there are: "),
         (("control", "bare", "--align"), "none of the runs generalised"),
-        (("oracle", "nowhere"), "nowhere"),
+        (("oracle", "nowhere", "--align"), "nowhere"),
     ],
 )
 def test_compare_refuses_in_one_line(
     refused: Callable[..., str], runs: Path, arguments: tuple[str, ...], words: str
 ) -> None:
     paths = [a if a.startswith("-") or a in {"nope"} else runs / a for a in arguments]
-    assert words in refused("grok", "compare", *paths)
+    assert words in refused("compare", *paths)
 
 
 def test_markup_in_a_run_is_printed_as_text(command: Command, tmp_path: Path) -> None:
@@ -165,8 +165,9 @@ def test_markup_in_a_run_is_printed_as_text(command: Command, tmp_path: Path) ->
             values = {"train_accuracy": 1.0, "test_accuracy": 0.1 + step / 100, "progress/[bold]": 1.0}
             writer.scalars(step, values, source="user")
         writer.close()
-    for arguments in (("detect", tmp_path / "one"), ("compare", tmp_path / "one", tmp_path / "two")):
-        code, out, errors = command("grok", *arguments)
+    overlaid = ("compare", tmp_path / "one", tmp_path / "two", "--measure", "")
+    for arguments in (("grok", "detect", tmp_path / "one"), overlaid):
+        code, out, errors = command(*arguments)
         assert (code, errors) == (0, "")
         assert "[red]x[/nope]\\x1b[31m" in out
         assert "\x1b" not in out
