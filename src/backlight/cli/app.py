@@ -26,7 +26,7 @@ from backlight.terminal import write
 PANELS = {
     "Start": ("run", "report", "open", "top", "doctor", "demo"),
     "Diagnose": (
-        "why-no-grad", "check", "nan", "attach", "profile", "memory", "trace", "test-matrix",
+        "why-no-grad", "check", "nan", "attach", "profile", "trace", "test-matrix", "memory",
     ),
     "Runs": ("ls", "findings", "compare", "query", "export", "compact", "join", "mcp"),
     "Research": ("spectra", "sweep", "gram", "grok"),
