@@ -86,9 +86,9 @@ def check_answer() -> Callable[[Sequence[object], int, str], None]:
 
     def check(arguments: Sequence[object], code: int, out: str) -> None:
         words = [str(word) for word in arguments[:2]]
-        command = " ".join(words if words[0] == "grok" else words[:1])
-        if words[0] == "memory":
-            command = "memory predict" if words[1] == "predict" else "memory measure"
+        command = " ".join(words if words[:1] == ["grok"] else words[:1])
+        if command == "memory":
+            command = "memory predict" if "predict" in words else "memory measure"
         given = [*itertools.takewhile(lambda word: command not in SCRIPTS or word != "train.py", arguments)]
         if "--json" not in given or code > 1:
             return

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @command(
     "run", "backlight grok run nanda", "backlight grok run nanda --control random-labels",
-    "backlight grok run nanda --preset paper --dry-run > nanda.yaml",
+    "backlight grok run nanda --preset paper --dry-run",
     "backlight grok run nanda --seeds 0-4 --sweep training.lr=0.001,0.003",
     group="grok",
 )  # fmt: skip
