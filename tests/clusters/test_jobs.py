@@ -166,7 +166,8 @@ def test_command_writes_the_script_or_fails(
     )
     assert (code, out) == (0, "j.sh\n")
     text = (tmp_path / "j.sh").read_text()
-    own = f"--out {tmp_path / 'r'} --monitors health --every 3 --group a=x --group b=y --histogram"
+    changes = "--set health.histogram=true --monitors health --every 3 --group a=x --group b=y"
+    own = f"--out {tmp_path / 'r'} {changes}"
     assert f"-m backlight run {own} train.py --every 5" in text
     assert "which other nodes may not see" in errors
     (tmp_path / "j.sh").write_text(f"{text}# by hand\n")

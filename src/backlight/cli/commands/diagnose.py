@@ -18,7 +18,6 @@ from backlight.cli.options import Json, Module, Script, ScriptJson, StoreIn, Tab
 from backlight.cli.progress import count_bar
 from backlight.records import DiagnosisKind
 from backlight.terminal import make_console, write
-from backlight.text import parse_size
 
 if TYPE_CHECKING:
     from backlight.diagnose.missing_gradients.reasons import Row
@@ -363,103 +362,6 @@ def trace(
     if out is not None:
         save_page(analysis, out, rows)
         write(f"written: {out}", file=sys.stderr)
-    return 0
-
-
-@command(
-    "measure", "backlight memory train.py", "backlight memory --recorded 3 train.py --lr 0.1",
-    group="memory", script=True,
-)  # fmt: skip
-def memory(
-    context: Context,
-    script: Script,
-    module: Module = False,
-    warmup: Annotated[int, Option(min=1, help="Steps before recording.")] = 2,
-    recorded: Annotated[int, Option(min=1, help="Steps to record, after which the script is ended.")] = 1,
-    out: StoreIn = None,
-    full: Tables = False,
-    as_json: ScriptJson = False,
-) -> int:
-    """Measure the memory of a step of a script, by module and tensor kind.
-
-    Ends the script after the recorded steps.
-    """
-    from backlight.launch.script import check
-
-    check(script, module=module)
-    from backlight.cli.render.memory import print_measured
-    from backlight.diagnose.memory.measure import measure_memory
-    from backlight.diagnose.memory.result import open_memory_run, store_memory
-
-    arguments = list(context.args)
-    with nullcontext() if out is None else open_memory_run(out, script, arguments) as writer:
-        measured = measure_memory(
-            script, arguments, module=module, warmup=warmup, steps=recorded, quiet=as_json
-        )
-        print_measured(measured, as_json=as_json, full=full)
-        if writer is not None:
-            store_memory(writer, measured)
-    return 0
-
-
-@command(
-    "predict", "backlight memory predict recipe.py --set batch=64 --budget 24G", group="memory",
-)  # fmt: skip
-def predict_memory(
-    recipe: Annotated[Path, Argument(metavar="RECIPE", help="File with build_model, batches and loss.")],
-    settings: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Setting of the recipe (repeatable).")
-    ] = None,
-    budget: Annotated[
-        str | None, Option(metavar="SIZE", help="Memory for which the largest batch is searched, as 24G.")
-    ] = None,
-    batch_setting: Annotated[
-        str, Option(metavar="KEY", help="Setting of the recipe that is the batch size.")
-    ] = "batch",
-    checkpointing: Annotated[
-        bool, Option("--checkpointing", help="Predict the savings of checkpointing as well.")
-    ] = False,
-    out: StoreIn = None,
-    full: Tables = False,
-    as_json: Json = False,
-) -> int:
-    """Predict the memory of a step of a recipe, and allocate nothing."""
-    from backlight.cli.render.memory import print_predicted
-    from backlight.diagnose.memory.predictor import (
-        Predictor,
-        UnreadRecipe,
-        checkpointing_savings,
-        largest_batch,
-    )
-    from backlight.diagnose.memory.result import open_memory_run, store_memory
-    from backlight.launch.recipe import parse_settings
-
-    available = None if budget is None else parse_size(budget, "--budget")
-    unread = UnreadRecipe(recipe, parse_settings(settings or []))
-    # A setting that the recipe does not take is refused now, not after a prediction.
-    accepts = () if available is None else (batch_setting,)
-    with (
-        Predictor() as predictor,  # first: it may fork, which no open run should see
-        nullcontext() if out is None else open_memory_run(out, str(recipe), settings or []) as writer,
-        make_console(stderr=True).status("predicting") as status,
-    ):
-        prediction = predictor.predict(unread, accepts=accepts)
-        if checkpointing:
-            status.update("predicting with checkpointing")
-            prediction = replace(
-                prediction, checkpointing=checkpointing_savings(predictor, unread, prediction)
-            )
-        if available is not None:
-
-            def show(batch: int, peak: int) -> None:
-                status.update(f"predicted a batch of {batch}: {peak / 1e9:.2f} GB")
-
-            fit = largest_batch(predictor, unread, available, setting=batch_setting, progress=show)
-            prediction = replace(prediction, fit=fit)
-        status.stop()
-        print_predicted(prediction, wanted=checkpointing, as_json=as_json, full=full)
-        if writer is not None:
-            store_memory(writer, prediction)
     return 0
 
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
         PredictedMemory,
         Saving,
         StepMemory,
-        as_document,
     )
 
 MAX_MODULES, MAX_TENSORS = 10, 8
@@ -42,6 +41,8 @@ COLUMNS = {
 def print_measured(result: MeasuredMemory, *, as_json: bool, full: bool = False) -> None:
     """Print a measurement: what takes the memory, then at most ten lines or all tables."""
     if as_json:
+        from backlight.diagnose.memory.result import as_document
+
         print_json(as_document(result))
         return
     page = Page()
@@ -62,6 +63,8 @@ def print_measured(result: MeasuredMemory, *, as_json: bool, full: bool = False)
 def print_predicted(result: PredictedMemory, *, wanted: bool, as_json: bool, full: bool = False) -> None:
     """Print a prediction; ``wanted``: the effect of checkpointing was requested."""
     if as_json:
+        from backlight.diagnose.memory.result import as_document
+
         print_json(as_document(result))
         return
     page = Page()
