@@ -389,8 +389,9 @@ def watch(
         Print one line with the result to standard error at the end, on rank 0.
     monitors, every, steps, groups, ...:
         What is measured and kept: the fields of :class:`backlight.session.settings.Settings`.
-    health, stalls, grokking, spectra, ...:
-        Settings of that monitor, as a mapping or an object of its class: ``health={"exact_updates": 8}``.
+    **of_monitors:
+        Settings of a monitor by its name (health, stalls, grokking, spectra), as a mapping or an object of
+        its class: ``health={"exact_updates": 8}``.
 
     Returns
     -------

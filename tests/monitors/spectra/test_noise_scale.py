@@ -20,6 +20,7 @@ from backlight.measure.noise_scale import NoiseScale, noise_scale
 from backlight.monitors.spectra.instrument import microbatch_noise
 from backlight.monitors.spectra.noise_scale_monitor import NoiseScaleMonitor, next_due
 from backlight.monitors.spectra.panels import noise_scale_of_steps
+from backlight.monitors.spectra.settings import SpectraSettings
 from backlight.report.panel import Drawn, NotMeasured
 from backlight.report.source import Source
 from backlight.session.settings import Settings
@@ -356,7 +357,7 @@ def test_cadence_grows() -> None:
 
 
 def test_is_no_default(tmp_path: Path) -> None:
-    assert Settings().noise_scale is None
+    assert SpectraSettings.of(Settings()).noise_scale is None
     torch.manual_seed(0)
     with pytest.raises(ValueError, match="noise_scale: -1: expected 0 or more"):
         backlight.watch(NormedMlp(), run=tmp_path / "run", spectra={"noise_scale": -1})

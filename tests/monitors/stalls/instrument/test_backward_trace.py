@@ -137,7 +137,7 @@ def test_kinds() -> None:
         ValueError, match="BACKLIGHT_TRACE: cannot trace 'layers'; expected some of gradients,mod"
     ):
         traced_kinds(None, {"BACKLIGHT_TRACE": "layers"})
-    with pytest.raises(ValueError, match=r"^trace: cannot trace 'all'"):
+    with pytest.raises(ValueError, match=r"^stalls\.trace: cannot trace 'all'"):
         Settings.of({"stalls": {"trace": "all"}})
 
 
