@@ -22,7 +22,7 @@ A setting is declared once, in the package that uses it, and has one name everyw
 | command line | `backlight run --every 10`, or `--set every=10` | `--set health.exact_updates=8` |
 | file, given by `--config FILE` | `every = 10` | the table `[health]` with `exact_updates = 8` |
 
-Those with an option have it in the last column. A monitor of another package declares its own alike:
+Those with an option have it in the last column. A monitor of another package declares its own as well:
 [extending](extending.md).
 """
 
