@@ -38,7 +38,7 @@ def test_last_layer_wins_and_types_are_kept() -> None:
         (["training.lr=fast"], r"training.lr: expected float, got 'fast'"),
         (["training.steps=0"], "training.steps=0: expected 1 or more"),
         (["training=3"], "training: expected keys with values, got 3"),
-        (["measures.eigenvalues=moon"], "measures.eigenvalues='moon': expected host or device"),
+        (["measures.eigenvalues=moon"], "measures.eigenvalues: 'moon': expected host or device"),
         (["run.threads=0"], "run.threads=0: expected 1 or more"),
         (["control=shuffled"], "control 'shuffled': expected random-labels, or none"),
         (["seed=1.5"], "seed: expected int, got 1.5"),
