@@ -8,9 +8,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from backlight.measure.stats.histogram import BINS, histogram
+from backlight.measure.stats.histogram import histogram
 from backlight.measure.stats.kernels import root_sum_squares
 from backlight.measure.stats.statistics import statistics
+from backlight.series import HISTOGRAM_BINS
 
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -102,8 +103,8 @@ def test_huge_and_tiny_lists_of_mixed_types(path, check, request):
 def test_histogram_holds_every_finite_value_but_zero(values):
     tensor = torch.tensor(values, dtype=torch.float32)
     counts = histogram([tensor]).arrays()[1]
-    expected = np.zeros(BINS, dtype=np.int64)
+    expected = np.zeros(HISTOGRAM_BINS, dtype=np.int64)
     for value in tensor.tolist():
         if value and math.isfinite(value):
-            expected[min(max(math.frexp(value)[1] - 1 + 40, 0), BINS - 1)] += 1
+            expected[min(max(math.frexp(value)[1] - 1 + 40, 0), HISTOGRAM_BINS - 1)] += 1
     assert counts[0].tolist() == [1, *expected]
