@@ -70,6 +70,12 @@ def test_settings_of_a_monitor_are_the_same_from_everywhere(tmp_path: Path) -> N
             {"monitors": "steptime", "health": {"exact_updates": 1}},
             r"^health.exact_updates: needs the monitor health, which is not requested; add it to monitors$",
         ),
+        ({"monitors": 3}, r"^settings: monitors: expected a list, got 3$"),
+        ({"monitors": [1]}, r"^settings: monitors.0: expected str, got 1$"),
+        ({"groups": 3}, r"^settings: groups: expected keys with values, got 3$"),
+        ({"groups": [3]}, r"^settings: groups: expected keys with values, got \[3\]$"),
+        ({"health": {"decompose": 1.5}}, r"^settings: health.decompose: expected a list, got 1.5$"),
+        ({"stalls": {"trace": 3}}, r"^settings: stalls.trace: expected a list, got 3$"),
         ({"max_disk": "5 apples"}, r"^--max-disk '5 apples': expected a size such as 500M or 2G$"),
     ],
 )

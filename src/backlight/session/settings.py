@@ -188,7 +188,6 @@ class Settings:
             if not declared(monitor):
                 raise ValueError(f"thresholds.{monitor}: no monitor of that name has thresholds")
             merge_overrides(monitor, given=values)
-
         for part in self.of_monitors.values():
             part.check_requested(self.monitors)
 
@@ -267,8 +266,17 @@ def parsed(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         If an option cannot read one.
     """
     options = options_of(kind)
-    readers = {name: option.parse for name, option in options.items() if option.parse is not None}
-    return {name: readers[name](value) if name in readers else value for name, value in values.items()}
+    return {name: _read(options[name], value) for name, value in values.items()}
+
+
+def _read(option: Option, value: Any) -> Any:
+    """Return a value as its option reads it; one of a type that it cannot read as it is, to be refused."""
+    if option.parse is None:
+        return value
+    try:
+        return option.parse(value)
+    except (TypeError, AttributeError):
+        return value
 
 
 def _part(kind: type[MonitorSettings], given: Any, where: str) -> MonitorSettings:
