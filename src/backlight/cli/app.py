@@ -33,7 +33,7 @@ PANELS = {
 }  # fmt: skip
 """Commands by group, in the order of ``--help``; each group is a module of :mod:`backlight.cli.commands`."""
 
-_MODULES = {"attach", "memory"}
+_MODULES = {"attach", "memory", "run"}
 """Commands in a module of their own."""
 
 _PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}

@@ -1,181 +1,31 @@
-"""Commands of the group Start: watch a script, read its report, try backlight out."""
+"""Commands of the group Start beside ``run``: read a report, follow a run, try backlight out."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from typer import Argument, Context, Exit, Option
+from typer import Argument, Exit, Option
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
 from backlight.cli.options import (
     RUNS,
     Json,
-    Module,
     RunOrLatest,
-    Script,
-    Slurm,
-    SlurmScript,
-    given_options,
     given_or_latest,
-    options_as_typed,
     readable_run,
-    with_settings,
 )
 from backlight.extras import require
 from backlight.terminal import make_console, write
 
-if TYPE_CHECKING:
-    from backlight.session.script_watch import ScriptWatch
-    from backlight.session.watch import Watch
-
-
 START_POLL_S = 0.3
 """Time between two checks of whether a run has started."""
-
-
-@command(
-    "run", "backlight run train.py --lr 0.1", "backlight run -m package.train",
-    "backlight run -o runs/first --every 10 train.py --lr 0.1",
-    "torchrun --nproc-per-node 2 -m backlight run train.py",
-    script=True,
-)  # fmt: skip
-@with_settings
-def run(
-    context: Context,
-    script: Script,
-    out: Annotated[
-        str | None,
-        Option("--out", "-o", metavar="DIR", help="Run directory; default runs/<script>-<time>."),
-    ] = None,
-    module: Module = False,
-    config: Annotated[
-        Path | None, Option(metavar="FILE", help="TOML file of settings and thresholds.")
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        Option(
-            "--set", metavar="KEY=VALUE", help="Any other setting, as health.exact_updates=8 (repeatable)."
-        ),
-    ] = None,
-    slurm: Slurm = None,
-    slurm_script: SlurmScript = None,
-    **values: Any,
-) -> int:
-    """Watch a training script.
-
-    Options after SCRIPT belong to the script. Its exit code, output and signals pass through. Standard error
-    gets one line at the start, one for each new error or warning, and all findings at the end.
-    """
-    from backlight.launch.script import check, launch
-    from backlight.session.settings import Settings
-
-    check(script, module=module)
-    given = given_options(values, changes or ())
-    arguments = list(context.args)
-    folder = None if out is None else Path(out)
-    with options_as_typed(context, given):
-        settings = Settings.read(config, given) if config is not None else Settings.of(given)
-        settings.check_names()
-        if slurm is not None or slurm_script is not None:
-            return _write_job(context, script, arguments, folder, slurm or [], slurm_script)
-        from backlight.session.script_watch import ScriptWatch
-
-        watched = ScriptWatch(settings, folder, script=script, arguments=tuple(arguments))
-        told = functools.partial(_print_end, watched, script, quiet=settings.quiet)
-        after = functools.partial(watched.when_closed, told)
-        code = launch(watched, script, arguments, module=module, after=after)
-    if watched.watch is not None and watched.watch.stopped_by is not None:
-        from backlight.distributed import world
-        from backlight.session.stop_monitor import exit_code
-
-        return exit_code(world().rank)
-    return code
-
-
-def _print_end(watched: ScriptWatch, script: str, *, quiet: bool) -> None:
-    from backlight.distributed import world
-    from backlight.generators import kept_random
-
-    with contextlib.suppress(Exception):  # closed or full: Python notices at its end, as without backlight
-        sys.stdout.flush()
-    if world().rank == 0 and not quiet:  # once for all ranks
-        try:
-            with kept_random():
-                _print_result(watched.watch, script)
-        except Exception as error:  # noqa: BLE001 - the exit code is the script's
-            write(f"backlight: {type(error).__name__}: {error}", file=sys.stderr)
-
-
-def _print_result(watch: Watch | None, script: str) -> None:
-    from backlight.cli.render.report import after_run
-    from backlight.text import as_typed
-
-    if watch is None:
-        write(f"backlight: {script} ended without importing torch: no run recorded", file=sys.stderr)
-    elif watch.is_recorded:
-        after_run(watch.path, watch.final_findings, watch.progress)
-    elif watch.removed:
-        path = as_typed(watch.path)
-        kept = f"{path} is as before" if watch.path.exists() else f"removed {path}"
-        write(f"backlight: nothing was measured: {watch.removed}; {kept}", file=sys.stderr)
-
-
-_HERE_ONLY = frozenset({"slurm", "slurm_script", "out", "script"})
-
-
-def _write_job(
-    context: Context,
-    target: str,
-    arguments: list[str],
-    out: Path | None,
-    slurm: list[str],
-    script: Path | None,
-) -> int:
-    """Write the batch script of the watched run; return the exit code."""
-    from backlight.launch.slurm import Job, batch_script, parameters, script_for, write_script
-    from backlight.store.platform.filesystem import file_system_type, is_network_type
-    from backlight.store.write.attempt import default_path
-
-    given, script = parameters(slurm), script_for(script)
-    path = (out if out is not None else default_path(target)).absolute()
-    own = ["-m", "backlight", "run", "--out", str(path), *_options(context)]
-    job = Job.of(given, [*own, target, *arguments], path)
-    kind = file_system_type(path)
-    if job.nodes > 1 and not is_network_type(kind):
-        write(
-            f"backlight: {path} is on {kind or 'an unknown file system'}, which other nodes may not see; "
-            "ranks that find no run there write a folder of their own, to be joined by `backlight join` "
-            "(docs/clusters.md)",
-            file=sys.stderr,
-        )
-    write_script(script, batch_script(job), job.logs)
-    write(script)
-    return 0
-
-
-def _options(context: Context) -> list[str]:
-    """Return the options of ``backlight run`` that were given, without those of the job."""
-    line: list[str] = []
-    parameter: Any
-    for parameter in context.command.params:
-        value = context.params.get(parameter.name)
-        if parameter.name in _HERE_ONLY or value is None or value is False or not parameter.opts:
-            continue
-        flag = parameter.opts[0]
-        if value is True:
-            line.append(flag)
-            continue
-        for one in value if isinstance(value, (list, tuple)) else [value]:
-            line += [flag, str(one)]
-    return line
 
 
 @command("demo", "backlight demo -o runs/demo")
