@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from backlight.capture.dropout_calls import DropoutCalls
+from backlight.capture.functional_calls import DropoutCalls
 
 X = torch.ones(1, 1, 8, 4)
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.capture.freed_models import STEPS_EACH, FreedModels
 from backlight.capture.hub import HUB, Listener
+from backlight.capture.left_gradients import STEPS_EACH, FreedModels
 from backlight.capture.parameters import Scope
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backlight.capture import loss_nodes
-from backlight.capture.loss_nodes import addends
+from backlight.capture import loss_graph
+from backlight.capture.loss_graph import addends
 
 LOGITS = torch.randn(6, 4, requires_grad=True)
 TARGETS = torch.tensor([0, 1, 2, 3, 0, 1])
@@ -61,5 +61,5 @@ def test_no_saved_tensor_is_unpacked() -> None:
 
 
 def test_endless_sum_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_nodes, "MAX_ADDENDS", 8)
+    monkeypatch.setattr(loss_graph, "MAX_ADDENDS", 8)
     assert addends(a_loop(6).grad_fn) is None

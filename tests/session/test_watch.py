@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 import backlight
 from backlight.capture.hub import HUB
-from backlight.capture.loss_terms import SHOWS_HOOKS
+from backlight.capture.loss_graph import SHOWS_HOOKS
 from backlight.records import RunStatus
 from cases import CASES, STEPS, Case, batches, build, build_with_sgd, ends, loop
 

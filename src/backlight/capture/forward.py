@@ -11,7 +11,7 @@ import torch
 from backlight.capture.call_hooks import CallHooks
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.modules import holding
-from backlight.capture.seen_optimizers import parameters_of
+from backlight.capture.optimizers import parameters_of
 from backlight.interrupts import is_interrupt
 
 if TYPE_CHECKING:

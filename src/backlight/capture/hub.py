@@ -17,21 +17,18 @@ import torch
 
 from backlight import clock
 from backlight.capture import (
+    batches,
     call_hooks,
-    clip_hooks,
     engines,
     graph_capture,
     hooks,
     modules,
-    sample_indices,
     state_hooks,
     transfers,
 )
-from backlight.capture.engine_hooks import install_engines
-from backlight.capture.open_steps import hooked_steps
-from backlight.capture.outside_modes import count_modes, outside_modes
-from backlight.capture.seen_optimizers import SeenOptimizers
-from backlight.capture.training_threads import TrainingThreads
+from backlight.capture.engines import install_engines
+from backlight.capture.optimizers import SeenOptimizers, hooked_steps
+from backlight.capture.training_threads import TrainingThreads, count_modes, outside_modes
 from backlight.capture.unrecorded import BOARD_LENGTH, Board, UnrecordedSteps
 from backlight.interrupts import is_interrupt
 from backlight.records import Phase
@@ -425,10 +422,10 @@ class Hub:
         self.loader_workers, self.training = None, TrainingThreads()
         for install in (
             hooks.install_backward,
-            clip_hooks.install_clipping,
+            hooks.install_clipping,
             hooks.install_grad_scaler,
             hooks.install_dataloader,
-            sample_indices.install_sample_indices,
+            batches.install_sample_indices,
             state_hooks.install_loading,
             state_hooks.install_modes,
             state_hooks.install_schedules,
@@ -444,9 +441,9 @@ class Hub:
 
     def meet_engines(self) -> None:
         """Report steps of DeepSpeed and clipping of FSDP1, where the script has imported it by now."""
-        if not self._has_fsdp and clip_hooks.FSDP in sys.modules:
+        if not self._has_fsdp and hooks.FSDP in sys.modules:
             self._has_fsdp = True
-            clip_hooks.install_fsdp_clipping(self, self._patches)
+            hooks.install_fsdp_clipping(self, self._patches)
         if not self._has_engines and engines.are_imported():
             self._has_engines = True
             install_engines(self, self._patches)
@@ -473,3 +470,18 @@ HUB = Hub()
 """The hub of this process."""
 
 os.register_at_fork(after_in_child=HUB.switch_off)
+
+
+class NextEvent(Listener):
+    """Calls a function at the next event at which torch iterates over no hooks: it may remove them."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+
+    def batch_begin(self, source: int) -> None:
+        """Call the function."""
+        self._function()
+
+    def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
+        """Call the function."""
+        self._function()

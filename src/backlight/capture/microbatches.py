@@ -16,8 +16,8 @@ import torch
 from backlight import clock
 from backlight.capture.batches import samples
 from backlight.capture.hub import HUB, Listener
-from backlight.capture.open_steps import OpenSteps
-from backlight.capture.outside_modes import outside_modes
+from backlight.capture.optimizers import OpenSteps
+from backlight.capture.training_threads import outside_modes
 from backlight.devices import is_capturing_graph
 from backlight.interrupts import is_interrupt
 

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.batches import tensors
+from backlight.capture.batches import indices_of, tensors
 from backlight.capture.hooks import is_transforming, scale_of
 from backlight.capture.hub import HUB, Listener
-from backlight.capture.loss_terms import single_losses
+from backlight.capture.loss_graph import single_losses
 from backlight.capture.modules import unwrapped
-from backlight.capture.outside_modes import count_modes, outside_modes
-from backlight.capture.sample_indices import indices_of
+from backlight.capture.training_threads import count_modes, outside_modes
 from backlight.devices import is_accelerator, is_capturing_graph, random_states
 from backlight.interrupts import is_interrupt
 

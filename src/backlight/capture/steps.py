@@ -12,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.capture.freed_models import FreedModels
 from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB
-from backlight.capture.loss_nodes import addends, is_divided
-from backlight.capture.open_steps import OpenSteps
+from backlight.capture.left_gradients import FreedModels
+from backlight.capture.loss_graph import addends, is_divided
+from backlight.capture.optimizers import OpenSteps, ReachedOptimizers, UpdatesByHand, leaves_below
 from backlight.capture.parameters import settled
-from backlight.capture.phase_events import PhaseEvents
-from backlight.capture.reached_optimizers import ReachedOptimizers
+from backlight.capture.phase_clock import PhaseEvents
 from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.capture.stop_training import StopTraining
 from backlight.capture.unrecorded import COUNTED_STEP_S, PLAIN_STEPS, UnrecordedSteps
-from backlight.capture.updates_by_hand import UpdatesByHand, leaves_below
 from backlight.devices import is_capturing_graph
 from backlight.records import Phase
 

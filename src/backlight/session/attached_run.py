@@ -11,8 +11,7 @@ import torch
 
 from backlight import clock
 from backlight.capture.forward import ScopeForwards
-from backlight.capture.hub import HUB
-from backlight.capture.next_event import NextEvent
+from backlight.capture.hub import HUB, NextEvent
 from backlight.capture.steps import StepTracker
 from backlight.devices import has_async_copies
 from backlight.distributed import rank_and_size

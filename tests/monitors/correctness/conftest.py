@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch._dynamo.utils import counters
 
-from backlight.capture.loss_terms import SHOWS_HOOKS
+from backlight.capture.loss_graph import SHOWS_HOOKS
 
 
 @pytest.fixture(autouse=True)

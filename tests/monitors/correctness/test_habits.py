@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import clear_compilation_metrics, counters
 
-from backlight.capture.loss_terms import SHOWS_HOOKS
+from backlight.capture.loss_graph import SHOWS_HOOKS
 from faults.silent import habits
 from faults.silent_runs import HabitRun, expected_faults, habit_runs
 

@@ -72,7 +72,7 @@ def test_microbatches_that_torch_does_not_show_are_stated_as_not_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("backlight.monitors.correctness.instrument.uneven_microbatches.SHOWS_HOOKS", False)
-    monkeypatch.setattr("backlight.capture.loss_terms.SHOWS_HOOKS", False)
+    monkeypatch.setattr("backlight.capture.loss_graph.SHOWS_HOOKS", False)
     with backlight.watch(run=tmp_path / "run", monitors=("correctness",)):
         accumulate(mean_of_means)
     (event,) = backlight.open_run(tmp_path / "run").events("unmeasured")

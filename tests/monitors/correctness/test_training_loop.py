@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import backlight
-from backlight.capture.loss_terms import SHOWS_HOOKS
+from backlight.capture.loss_graph import SHOWS_HOOKS
 from backlight.findings.evaluate import Findings, evaluate_rules
 from backlight.store.read.run import open_run
 from faults import silent

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import backlight
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
-from backlight.capture.loss_terms import SHOWS_HOOKS
+from backlight.capture.loss_graph import SHOWS_HOOKS
 from backlight.capture.step_inputs import StepInputs
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.health import samples_monitor

@@ -17,8 +17,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from backlight.capture.calls import module_names, tensors_in
-from backlight.capture.expected_parameters import candidates, named_roots
 from backlight.capture.hub import HUB
+from backlight.capture.parameters import candidates, named_roots
 from backlight.diagnose.checkpointing.regions import (
     ParameterUsage,
     Region,

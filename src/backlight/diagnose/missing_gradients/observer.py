@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backlight.capture.expected_parameters import Candidate, RegistrationLines, candidates, named_roots
 from backlight.capture.hub import HUB
+from backlight.capture.parameters import Candidate, RegistrationLines, candidates, named_roots
 from backlight.diagnose.missing_gradients import reasons
 from backlight.diagnose.missing_gradients.flow import Flow, find_overwritten
 from backlight.diagnose.missing_gradients.graph import Graph, WalkError, walk

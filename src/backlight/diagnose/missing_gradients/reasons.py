@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from backlight.capture.expected_parameters import plain_tensors
+from backlight.capture.parameters import plain_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from backlight.capture.expected_parameters import RegistrationLines
+    from backlight.capture.parameters import RegistrationLines
     from backlight.diagnose.missing_gradients.flow import Flow, Overwritten, Use
     from backlight.diagnose.missing_gradients.tape import GradRead, NoneReturned, Operation
     from backlight.user_code import SourceLine

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from backlight.capture.calls import module_names
-from backlight.capture.expected_parameters import candidates, named_roots
 from backlight.capture.hub import HUB
+from backlight.capture.parameters import candidates, named_roots
 from backlight.diagnose.nan.value_tracker import NonFiniteRecord, ValueTracker, is_non_finite, storage_of
 from backlight.diagnose.script_observer import ScriptObserver
 

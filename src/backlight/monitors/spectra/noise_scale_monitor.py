@@ -64,8 +64,8 @@ class NoiseScaleMonitor(Monitor):
 
     def attach(self, run: RunContext) -> None:
         """Listen to forward and backward passes."""
-        from backlight.capture.layer_calls import LayerCalls  # noqa: PLC0415 - torch
         from backlight.capture.microbatches import Microbatches  # noqa: PLC0415
+        from backlight.capture.per_sample import LayerCalls  # noqa: PLC0415 - torch
 
         class DueMicrobatches(Microbatches):
             every_step = False

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from backlight.capture.hub import HUB
-from backlight.capture.loss_nodes import sequence_number
+from backlight.capture.loss_graph import sequence_number
+from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import local
-from backlight.capture.seen_optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.samples import Snapshot, first_values, thinned
 from backlight.monitors.correctness.model.facts import Names

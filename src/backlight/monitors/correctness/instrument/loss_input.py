@@ -13,19 +13,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.capture.batches import tensors
-from backlight.capture.cross_entropy_calls import CrossEntropyCalls
+from backlight.capture.functional_calls import CrossEntropyCalls
 from backlight.capture.hub import HUB
-from backlight.capture.loss_nodes import (
+from backlight.capture.loss_graph import (
+    CLASS_LOSSES,
+    MAX_NODES,
     RESHAPES,
     Node,
+    are_plain,
     below_shapes,
     first_input,
     inputs_of,
     kind_of,
     kinds,
     shape_of,
+    terms,
 )
-from backlight.capture.loss_terms import CLASS_LOSSES, MAX_NODES, are_plain, terms
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.model.facts import Fact
 from backlight.monitors.correctness.rules import loss_input as facts

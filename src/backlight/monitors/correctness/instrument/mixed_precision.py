@@ -15,8 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from backlight.capture.hooks import scale_of
-from backlight.capture.loss_nodes import sequence_number
-from backlight.capture.seen_optimizers import parameters_of
+from backlight.capture.loss_graph import sequence_number
+from backlight.capture.optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.model.facts import Fact
 from backlight.monitors.correctness.rules import mixed_precision as facts

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from backlight.capture.batches import plain_tensors
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB
-from backlight.capture.loss_terms import are_plain, terms
+from backlight.capture.loss_graph import are_plain, terms
 from backlight.capture.modules import holding
 from backlight.capture.replicas import averaged_over
 from backlight.devices import is_capturing_graph

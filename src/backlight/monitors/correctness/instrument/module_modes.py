@@ -17,11 +17,11 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from backlight.capture.dropout_calls import DropoutCalls
+from backlight.capture.functional_calls import DropoutCalls
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB
 from backlight.capture.modules import kind_of, named_parameters, walk
-from backlight.capture.seen_optimizers import parameters_of
+from backlight.capture.optimizers import parameters_of
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.model.facts import NAMED, Names

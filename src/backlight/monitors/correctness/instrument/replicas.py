@@ -15,9 +15,9 @@ from torch import Tensor
 
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB
+from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import local
 from backlight.capture.replicas import replicas, wrappers
-from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
 from backlight.measure.stats.compiled_rows import DTYPES, is_plain
 from backlight.measure.stats.fused_rows import AddressTable, fused_rows

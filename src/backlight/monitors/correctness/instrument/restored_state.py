@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from backlight.capture.hub import HUB
 from backlight.capture.modules import kind_of
+from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import local
-from backlight.capture.seen_optimizers import parameters_of
 from backlight.monitors.correctness.instrument.check import Check, TensorSet
 from backlight.monitors.correctness.instrument.samples import Snapshot, sampled, thinned
 from backlight.monitors.correctness.model.facts import Names

@@ -16,8 +16,8 @@ from torch import nn
 
 from backlight.capture.hub import HUB
 from backlight.capture.modules import NamedParameter, holding, kind_of, named_parameters, table_of, walk
+from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import local
-from backlight.capture.seen_optimizers import parameters_of
 from backlight.interrupts import is_interrupt
 from backlight.monitors.correctness.instrument.check import FIRST_STEPS, Check, TensorSet
 from backlight.monitors.correctness.instrument.samples import Snapshot, first_values

@@ -13,9 +13,16 @@ from torch import Tensor
 
 from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB
-from backlight.capture.loss_nodes import Node, inputs_of, shape_of
-from backlight.capture.loss_terms import CLASS_LOSSES, SHOWS_HOOKS, are_plain, terms
-from backlight.capture.outside_modes import outside_modes
+from backlight.capture.loss_graph import (
+    CLASS_LOSSES,
+    SHOWS_HOOKS,
+    Node,
+    are_plain,
+    inputs_of,
+    shape_of,
+    terms,
+)
+from backlight.capture.training_threads import outside_modes
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.loss_input import is_multiple

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB
+from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import local
-from backlight.capture.seen_optimizers import parameters_of
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.samples import Snapshot, sampled, thinned

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.capture.batches import map_tensors, tensors
-from backlight.capture.loss_terms import single_losses
+from backlight.capture.loss_graph import single_losses
 from backlight.capture.modules import walk
 from backlight.capture.per_sample import Call, Taps, gradients
 from backlight.capture.step_inputs import ForwardCall

@@ -16,8 +16,8 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from backlight import clock
 from backlight.capture.calls import module_names, tensors_in
-from backlight.capture.expected_parameters import candidates, named_roots
 from backlight.capture.hub import HUB, Listener
+from backlight.capture.parameters import candidates, named_roots
 from backlight.interrupts import is_interrupt
 from backlight.monitors.stalls.instrument.ddp_buckets import Assignment, assignment, wrappers
 
