@@ -29,7 +29,6 @@ from rich.table import Table
 from torch import nn
 
 import backlight
-from backlight.monitors.steptime.model.run_variation import measure_variation
 from backlight.monitors.steptime.model.step_comparison import (
     TimeComparison,
     compare_pairs,
@@ -38,7 +37,7 @@ from backlight.monitors.steptime.model.step_comparison import (
     medians,
     medians_of,
 )
-from backlight.monitors.steptime.model.step_times import PhaseTimes, read_phases
+from backlight.monitors.steptime.model.step_times import PhaseTimes, measure_variation, read_phases
 
 SLOWER = 1.03
 ROUNDS = 8

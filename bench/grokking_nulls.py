@@ -21,7 +21,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from backlight.experiments import oracle
+from backlight.experiments import config
 from backlight.monitors.grokking.model.detection import detect
 from backlight.monitors.grokking.model.verdicts import Detection
 
@@ -44,13 +44,13 @@ def trained(
 
     ``logarithmic`` logs 60 times, evenly over the logarithm of the steps.
     """
-    settings = oracle.SETTINGS
+    settings = config.SETTINGS
     settings = dataclasses.replace(
         settings,
         data=dataclasses.replace(settings.data, train_share=train_share),
         training=dataclasses.replace(settings.training, weight_decay=weight_decay),
     )
-    task = oracle.build(settings, seed, "cpu", control)
+    task = config.build(settings, seed, "cpu", control)
     with torch.no_grad():
         for parameter in task.model.parameters():
             parameter.mul_(scale)
@@ -70,9 +70,9 @@ def trained(
 
 def curriculum(seed: int, *, switch: int = 1000, steps: int = 2000) -> Detection:
     """Train the fast oracle on a third of its pairs, then on all; with the training accuracy of those."""
-    settings = oracle.SETTINGS
+    settings = config.SETTINGS
     settings = dataclasses.replace(settings, data=dataclasses.replace(settings.data, train_share=0.75))
-    task = oracle.build(settings, seed, "cpu", "")
+    task = config.build(settings, seed, "cpu", "")
     whole, rows = task.split, []
     first = dataclasses.replace(
         whole, train_inputs=whole.train_inputs[:132], train_labels=whole.train_labels[:132]

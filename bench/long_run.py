@@ -25,7 +25,7 @@ from scaling import table_of
 
 from backlight.analysis.report import write_html
 from backlight.monitor import StoredStep
-from backlight.session.step_selection import StepSelection
+from backlight.session.sampling import StepSelection
 from backlight.session.writer_thread import WriterThread
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter

@@ -70,7 +70,7 @@ events = len(msgspec.json.decode(open(path, "rb").read())["traceEvents"])
 """,
     "msgspec, typed, one shot": """
 import gc, msgspec
-from backlight.trace.decoder import ANY_EVENT
+from backlight.trace.reader import ANY_EVENT
 gc.disable()
 Whole = msgspec.defstruct("Whole", [("traceEvents", list[ANY_EVENT])])
 events = len(msgspec.json.decode(open(path, "rb").read(), type=Whole).traceEvents)

@@ -23,7 +23,7 @@ from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory
 from backlight.diagnose.profile.result import ProfileResult
 from backlight.diagnose.scaling.sweep import Scaling
 from backlight.diagnose.test_matrix.report import MatrixReport
-from backlight.findings.withdrawn import Withdrawn
+from backlight.findings.evaluate import Withdrawn
 from backlight.monitors.grokking.model.lead_lag import LeadLag
 from backlight.monitors.grokking.model.reader import Stated
 from backlight.monitors.grokking.model.verdicts import Detection

@@ -18,8 +18,7 @@ from check import Check
 
 import backlight
 from backlight.monitors.stalls.instrument.collectives import _NAMES, _dump
-from backlight.watchdog.flight_recorder import parse_dump
-from backlight.watchdog.nccl_ras import read_ras
+from backlight.watchdog.flight_recorder import parse_dump, read_ras
 
 EXPECTED = "the recorder names the all_reduce with its sizes, RAS answers, and the stall names the all_reduce"
 STALL_S, HANG_S, LIMIT_S = 2.0, 30.0, 45.0

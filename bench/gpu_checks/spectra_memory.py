@@ -15,7 +15,7 @@ from check import Check
 from torch import nn
 
 import backlight
-from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
+from backlight.monitors.spectra.instrument.worker_thread import StepMeasurement
 
 EXPECTED = "reserved memory after 64 jobs is at most 1.1 of that after 3, with replicates on device or host"
 

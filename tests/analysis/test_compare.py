@@ -13,9 +13,14 @@ import pytest
 
 from answers import strict_loads
 from backlight import codec
-from backlight.analysis.compare import ComparabilityError, Comparison, compare, comparison_json
+from backlight.analysis.compare import (
+    ComparabilityError,
+    Comparison,
+    compare,
+    comparison_json,
+    groups_of_repeats,
+)
 from backlight.analysis.fingerprint_diff import Role, arguments
-from backlight.analysis.repeats import groups_of_repeats
 from backlight.analysis.report import source_of
 from backlight.records import Finding, Fingerprint, Severity, Subject
 from backlight.report.overlay_curves import curve_panels

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.analysis import op_times
-from backlight.analysis.op_times import compare_kinds
+from backlight.analysis import compare
+from backlight.analysis.compare import compare_kinds
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 
@@ -54,7 +54,7 @@ def test_slower_kind_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         times = {"matmul": 4.0 * slower * noise[0], "elementwise": 2.0 * noise[1]}
         return times | {"other": np.full(steps, 1e-6)}
 
-    monkeypatch.setattr(op_times, "_by_step", by_step)
+    monkeypatch.setattr(compare, "_by_step", by_step)
     each = {"matmul": 4.0, "elementwise": 2.0, "other": 1e-6}
     found = compare_kinds(profiled(tmp_path / "a", 8, **each), profiled(tmp_path / "b", 8, **each))
     rows = {row.name: row for row in found.rows}
@@ -75,6 +75,6 @@ def test_kinds_of_each_step_are_read_from_stored_trace(tmp_path: Path) -> None:
         )
     ]
     trace = gzip.compress(json.dumps({"traceEvents": events}).encode())
-    found = op_times._by_step(profiled(tmp_path / "run", 5, trace, matmul=1.0), 5)
+    found = compare._by_step(profiled(tmp_path / "run", 5, trace, matmul=1.0), 5)
     np.testing.assert_allclose(found["matmul"], 1e-6 * np.arange(20, 25))
     np.testing.assert_allclose(found["elementwise"], np.full(5, 1e-5))

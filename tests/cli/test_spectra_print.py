@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from backlight.cli.render.spectra import _bounds, _table, _together
-from backlight.monitors.spectra.model.layer_history import layer_histories
+from backlight.monitors.spectra.model.echo_records import layer_histories
 from backlight.store.read.spectra import layers, measurements
 from spectra_runs import STRENGTHS, Injected, write_spectra_run
 

@@ -16,8 +16,7 @@ from types import TracebackType
 
 import pytest
 
-from backlight.launch.script import launch
-from backlight.launch.uncaught import Interrupted, copy_ignored
+from backlight.launch.script import Interrupted, copy_ignored, launch
 from backlight.store.read.run import open_run
 
 TRAIN = """
@@ -157,7 +156,7 @@ def test_copy_of_an_interrupt_by_torchrun_is_ignored_once(monkeypatch: pytest.Mo
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("the second one was ignored as well")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    monkeypatch.setattr("backlight.launch.uncaught.COPY_S", -1.0)
+    monkeypatch.setattr("backlight.launch.script.COPY_S", -1.0)
     with pytest.raises(KeyboardInterrupt), copy_ignored():
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("a late one was ignored")

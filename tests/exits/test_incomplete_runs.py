@@ -30,8 +30,8 @@ from backlight.report.page import model
 from backlight.report.source import Source
 from backlight.report.terminal import print_findings
 from backlight.report.verdict import lacking, outcome
-from backlight.session.closing_line import print_result
 from backlight.session.run_directory import final_findings
+from backlight.session.script_end import print_result
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import Progress
 from backlight.store.format.schema import DISK_LIMIT, DROPPED, NOT_STORED

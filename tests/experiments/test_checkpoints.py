@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backlight.experiments.checkpoints import CheckpointError, newest, restore, save, training_state
-from backlight.experiments.oracle import build
+from backlight.experiments.config import build
 
 STATE: dict[str, Any] = {
     "tensors": [torch.arange(6.0).reshape(2, 3), torch.tensor(True), torch.zeros(0, 4)],

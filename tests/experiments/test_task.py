@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.experiments import oracle
+from backlight.experiments import config
 from backlight.experiments.checkpoints import restore, training_state
 from backlight.experiments.data.algorithmic import NO_TOKEN
 from backlight.experiments.experiment import EXPERIMENTS, Settings
@@ -120,7 +120,7 @@ def test_parameters_of_published_models(name):
 
 def test_models_of_presets():
     assert count(built("wang", EXPERIMENTS["wang"].ci).model) == 107_328
-    assert count(oracle.build().model) == 8_832
+    assert count(config.build().model) == 8_832
     slingshot = built("thilak")
     assert len(slingshot.split.train_inputs) == 4656
     assert isinstance(slingshot.optimizer, torch.optim.Adam)

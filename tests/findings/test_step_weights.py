@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backlight.findings.step_weights import (
+from backlight.findings.recorded_steps import (
     after_share,
     equal_parts,
     step_weights,

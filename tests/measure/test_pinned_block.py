@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from backlight.measure.pinned_block import ALIGNMENT, PinnedBlock
+from backlight.measure.transfer import ALIGNMENT, PinnedBlock
 
 SIZE = 64 * ALIGNMENT
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import backlight
-from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
+from backlight.monitors.spectra.instrument.worker_thread import StepMeasurement
 from ranks.network import Net, adam, batch, build, loss_of
 from ranks.training_run import FOLDER, backlight_warnings, collectives, sharded, tensor_parallel
 

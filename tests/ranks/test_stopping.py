@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from backlight.records import RunStatus
-from backlight.session.stop_agreement import CHECK_STEPS
+from backlight.session.stop import CHECK_STEPS
 from backlight.store.read.run import open_run
 from ranks.launching import HERE, launched
 

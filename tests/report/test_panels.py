@@ -15,7 +15,7 @@ from backlight.records import Fingerprint, ParameterRecord
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.plots.panels import parameters as draw_parameters
 from backlight.report.source import Source
-from backlight.session.step_selection import WHOLE_STEPS, StepSelection
+from backlight.session.sampling import WHOLE_STEPS, StepSelection
 from backlight.session.writer_thread import ResultQueue, WriterThread
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter

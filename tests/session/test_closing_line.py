@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import backlight
-from backlight.session import closing_line
+from backlight.session import script_end
 from cases import STEPS, build_with_sgd, loop
 
 
@@ -78,8 +78,8 @@ def test_rank_0_prints_for_all_ranks(
     model, optimizer = build_with_sgd()
     with backlight.watch(model, optimizer, run=tmp_path / "run", summary=False, monitors="health") as watch:
         loop(model, optimizer)
-    monkeypatch.setattr(closing_line, "rank_and_size", lambda: (rank, 2))
-    monkeypatch.setattr(closing_line, "wait_for_ranks", lambda *_: False)
-    closing_line.print_result(watch.path, [], watch.step, watch.progress)
+    monkeypatch.setattr(script_end, "rank_and_size", lambda: (rank, 2))
+    monkeypatch.setattr(script_end, "wait_for_ranks", lambda *_: False)
+    script_end.print_result(watch.path, [], watch.step, watch.progress)
     printed = capsys.readouterr().err
     assert printed == "" if rank else "steps. Other ranks have not ended. Next: " in printed

@@ -12,8 +12,8 @@ import tqdm
 
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import RULES
-from backlight.session import print_monitor
-from backlight.session.print_monitor import PrintMonitor, print_line
+from backlight.session import outputs
+from backlight.session.outputs import PrintMonitor, print_line
 from backlight.session.settings import Settings
 
 ONE = Finding(
@@ -31,14 +31,14 @@ ONE = Finding(
 @pytest.fixture
 def monitor(monkeypatch: pytest.MonkeyPatch) -> tuple[PrintMonitor, io.StringIO, list[float]]:
     clock, stream = [0.0], io.StringIO()
-    monkeypatch.setattr(print_monitor, "clock", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(outputs, "clock", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr("sys.stderr", stream)
     made = PrintMonitor.from_settings(Settings())
     run: Any = SimpleNamespace(path="runs/first", rank=0)
     made.check_process(is_script=True)
     made.attach(run)
     monkeypatch.undo()
-    monkeypatch.setattr(print_monitor, "clock", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(outputs, "clock", SimpleNamespace(monotonic=lambda: clock[0]))
     return made, stream, clock
 
 
@@ -69,20 +69,20 @@ def test_lines_name_directory_and_findings_worst_first(monitor: Any) -> None:
 def test_more_lines_than_a_minute_may_have_are_counted(monitor: Any) -> None:
     made, stream, clock = monitor
     new_lines(stream)
-    rules = [f"rule_{n}" for n in range(print_monitor.MAX_LINES + 2)]
+    rules = [f"rule_{n}" for n in range(outputs.MAX_LINES + 2)]
     many = [replace(ONE, rule=rule) for rule in rules]
     known = {rule: RULES["no_update"] for rule in rules}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(print_monitor, "RULES", known)
+        patch.setattr(outputs, "RULES", known)
         made.on_new_findings(many)
         first = new_lines(stream)
-        assert len(first) == print_monitor.MAX_LINES + 1
+        assert len(first) == outputs.MAX_LINES + 1
         assert first[-1] == "backlight: and 2 more findings: backlight findings runs/first"
-        clock[0] += print_monitor.WINDOW_S / 2
+        clock[0] += outputs.WINDOW_S / 2
         made.on_new_findings(many[:1])
         made.on_flush()
         assert new_lines(stream) == []
-        clock[0] += print_monitor.WINDOW_S
+        clock[0] += outputs.WINDOW_S
         made.on_flush()
         assert new_lines(stream) == ["backlight: and 1 more finding: backlight findings runs/first"]
         made.on_new_findings(many[:1])

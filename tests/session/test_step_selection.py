@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from backlight.session.step_selection import MAX_DETAILED_STEPS, WHOLE_STEPS, StepSelection, window_of
+from backlight.session.sampling import MAX_DETAILED_STEPS, WHOLE_STEPS, StepSelection, window_of
 
 
 def stored(steps: range, scores: dict[int, float] | None = None, detail: range = range(0)) -> list[int]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import backlight
 from backlight.capture.hub import HUB
 from backlight.findings.evaluate import evaluate_rules
-from backlight.findings.step_work import work_of
+from backlight.findings.recorded_steps import work_of
 from backlight.monitors.health.rules import spike
 from backlight.records import Finding
 

@@ -15,8 +15,7 @@ from torch import nn
 import backlight
 from backlight.records import Finding, RunStatus, Severity, Subject
 from backlight.session.settings import Settings
-from backlight.session.stop_agreement import StopAgreement
-from backlight.session.stop_monitor import STOP_EXIT_CODE, StopMonitor
+from backlight.session.stop import STOP_EXIT_CODE, StopAgreement, StopMonitor
 
 FINDING = Finding(
     severity=Severity.ERROR,

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import backlight
-from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
+from backlight.monitors.spectra.instrument.worker_thread import StepMeasurement
 from spectra.training import batch, build, loss_of
 
 torch.set_num_threads(1)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from backlight.trace.analysis import RankAnalysis, analyse
-from backlight.trace.annotations import MIN_STEPS
 from backlight.trace.device_queues import FULL_QUEUE, Spread
+from backlight.trace.module_times import MIN_STEPS
 from backlight.trace.reader import read_trace
 from backlight.trace.verdict import facts, verdict
 from synthetic_traces import REAL, SKIP_REASON, TraceBuilder

@@ -14,8 +14,7 @@ from torch.nn import functional as F
 from torch.profiler import profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from backlight.trace.operator_work import ATTENTION, HAVE_WORK, work
-from backlight.trace.rates import OperatorRate
+from backlight.trace.rates import ATTENTION, HAVE_WORK, OperatorRate, work
 from synthetic_traces import TraceBuilder
 
 IMAGE = [[2, 4, 9, 11], [6, 4, 3, 2], [6], [], [], [], [], [], []]

@@ -14,9 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from backlight.trace import chunks
-from backlight.trace.decoder import nanoseconds
 from backlight.trace.events import TraceError
-from backlight.trace.reader import rank_in_name, read_trace
+from backlight.trace.reader import nanoseconds, rank_in_name, read_trace
 from synthetic_traces import LAYOUTS, REAL, SKIP_REASON, comparable, reference, rows_of, text_of, write
 
 ODD = [

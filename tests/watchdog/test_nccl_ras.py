@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from backlight.watchdog.nccl_ras import parse_ras, read_ras
+from backlight.watchdog.flight_recorder import parse_ras, read_ras
 
 HEAD = """NCCL version 2.24.3 compiled with CUDA 12.5
 CUDA runtime version 12050, driver version 12040

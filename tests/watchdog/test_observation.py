@@ -21,7 +21,7 @@ from backlight.watchdog.observation import (
     name_reductions,
 )
 from backlight.watchdog.shared_state import SharedState, Slot, StateSnapshot, read_state
-from backlight.watchdog.text_parts import call_text
+from backlight.watchdog.words import call_text
 from ranks.launching import torchrun, watching
 
 BUCKETS = Buckets(((2, 3), (0, 1)), (30, 20))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +16,8 @@ from backlight.analysis.fingerprint_diff import (
     Role,
     assign_roles,
     differences,
+    normalize,
 )
-from backlight.analysis.op_times import compare_kinds
-from backlight.analysis.repeats import groups_of_repeats
 from backlight.analysis.side_by_side import (
     Row,
     common_steps,
@@ -30,11 +30,155 @@ from backlight.analysis.side_by_side import (
 )
 from backlight.findings.evaluate import findings_of, separate_hints
 from backlight.findings.losses import losses_of
-from backlight.monitors.steptime.model.step_comparison import TimeComparison, compare_times
-from backlight.records import Finding, Severity
+from backlight.monitors.steptime.model.evidence import StoredProfile, read_profile
+from backlight.monitors.steptime.model.step_comparison import (
+    TimeComparison,
+    TimeRow,
+    compare_series,
+    compare_times,
+    core_wait,
+    levels_of,
+    medians,
+    widen,
+)
+from backlight.monitors.steptime.model.step_times import ASSUMED, CONFIDENCE, MIN_STEPS, Floats, difference
+from backlight.records import Finding, Fingerprint, Severity
 from backlight.report.verdict import lacking, sampled_text
-from backlight.store.read.run import Run
+from backlight.store.errors import RunFormatError
+from backlight.store.format.names import MANIFEST
+from backlight.store.read.run import Run, open_run
 from backlight.text import listed
+
+NEGLIGIBLE = 0.005
+"""Share of all operations below which a kind is not tested."""
+
+
+def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> TimeComparison | None:
+    """Compare two profiles by kind of operation; None where one of the runs has no traced profile."""
+    profiles = read_profile(first), read_profile(second)
+    if profiles[0] is None or profiles[1] is None:
+        return None
+    averages = _averages(profiles[0]), _averages(profiles[1])
+    if not averages[0] or not averages[1]:
+        return None
+    first_steps, second_steps = (int(p.content.get("traced_steps") or 0) for p in profiles if p)
+    counts = (first_steps, second_steps)
+    names = dict.fromkeys([*averages[0], *averages[1]])
+    rows = [TimeRow(name, averages[0].get(name, 0.0), averages[1].get(name, 0.0)) for name in names]
+    if min(counts) < MIN_STEPS:
+        needed = f"{MIN_STEPS} or more are needed (backlight profile --traced)"
+        why = f"no intervals: {min(counts)} traced steps, {needed}"
+        return TimeComparison(counts, tuple(rows), confidence, (why,))
+    one, other = _by_step(first, counts[0]), _by_step(second, counts[1])
+    if one is None or other is None:
+        why = "no intervals: a trace is not there, or cannot be read (pip install 'backlight[trace]')"
+        return TimeComparison(counts, tuple(rows), confidence, (why,))
+    least = [NEGLIGIBLE * sum(float(np.median(series)) for series in side.values()) for side in (one, other)]
+    levels = levels_of((one, other), least)
+    waits = core_wait(first), core_wait(second)
+    shown = (
+        widen(
+            compare_series(row.name, one, other, difference, levels[row.name], ASSUMED),
+            *waits,
+            is_drifting=False,
+        )
+        if row.name in levels
+        else row
+        for row in rows
+    )
+    return TimeComparison(counts, tuple(shown), confidence, variation=ASSUMED)
+
+
+def _averages(profiled: StoredProfile) -> dict[str, float]:
+    """Return milliseconds per step by kind: of the device where there is one, else of the host."""
+    rows = profiled.rows("kinds")
+    column = "device_ms" if any(row.get("device_ms") for row in rows) else "host_ms"
+    return {str(row["name"]): float(row.get(column) or 0.0) for row in rows}
+
+
+def _by_step(run: Run, steps: int) -> dict[str, Floats] | None:
+    """Return seconds by kind, each [steps], from the trace that a run keeps; None where that fails."""
+    paths = [path for path in run.evidence() if path.endswith("trace.json.gz")]
+    if not paths:
+        return None
+    try:
+        # Reading traces takes packages that reading runs does not.
+        from backlight.trace.analysis import analyse_rank  # noqa: PLC0415
+        from backlight.trace.reader import read_trace  # noqa: PLC0415
+        from backlight.trace.step_operators import split  # noqa: PLC0415
+        from backlight.trace.timeline import Timeline  # noqa: PLC0415
+
+        main, _ = split(read_trace(run.path / paths[-1]), steps)
+        timeline = Timeline(main)
+        numbers = list(dict.fromkeys(step.number for step in timeline.steps if step.number is not None))
+        each = [analyse_rank(timeline, number) for number in numbers]
+    except (ModuleNotFoundError, ValueError, OSError):
+        return None
+    on_device = any(one.device_total for one in each)
+    names = dict.fromkeys(row.name for one in each for row in one.kinds)
+    by_name = [
+        {row.name: (row.device if on_device else row.host) * 1e-9 for row in one.kinds} for one in each
+    ]
+    return {name: np.array([row.get(name, 0.0) for row in by_name]) for name in names}
+
+
+MAX_REPEATS = 32
+"""Runs of a directory that are looked at, the newest first."""
+
+SEEDS = frozenset({"seed", "random_seed", "manual_seed", "data_seed", "rng_seed"})
+"""Arguments that are assumed to set a seed: runs that differ in them alone are repeats."""
+
+
+def groups_of_repeats(a: Run, b: Run) -> list[list[Mapping[str, float]]]:
+    """Return the medians by phase of the repeats of two runs, which belong to their groups.
+
+    Where both runs are equal their own difference is the question: it is left out.
+    """
+    one, other = a.fingerprint(), b.fingerprint()
+    if one is None or other is None:
+        return []
+    given = {a.path.resolve(), b.path.resolve()}
+    if _is_equal(one, other) and a.monitors == b.monitors:
+        return [list(_repeats(a, one, given))]
+    return [
+        list(_repeats(run, fingerprint, given - {run.path.resolve()}))
+        for run, fingerprint in ((a, one), (b, other))
+    ]
+
+
+def _repeats(run: Run, fingerprint: Fingerprint, without: set[Path]) -> Iterator[dict[str, float]]:
+    """Yield the attempts of the run and of its neighbours that have its fingerprint and its monitors."""
+    for path in [run.path.resolve(), *_neighbours(run.path.resolve())]:
+        if path in without:
+            continue
+        try:
+            other = open_run(path)
+        except (RunFormatError, OSError):
+            continue
+        for attempt in other.attempts if other.monitors == run.monitors else ():
+            stored = other.fingerprint(attempt.index)
+            if stored is not None and _is_equal(fingerprint, stored):
+                found = medians(other, attempt.index)
+                if found is not None:
+                    yield found
+
+
+def _neighbours(path: Path) -> list[Path]:
+    try:
+        found = [p for p in path.parent.iterdir() if p != path and (p / MANIFEST).is_file()]
+        return sorted(found, key=lambda p: -(p / MANIFEST).stat().st_mtime)[:MAX_REPEATS]
+    except OSError:
+        return []
+
+
+def _is_equal(a: Fingerprint, b: Fingerprint) -> bool:
+    """Return whether two fingerprints agree on one machine, seeds and output paths aside."""
+    return all(
+        (d.role is Role.NOTE and d.field not in {"host", "versions.backlight"})
+        or (d.field.startswith("arguments.") and normalize(d.field.partition(".")[2]) in SEEDS)
+        for d in assign_roles(differences((a, b)), None)
+    )
+
 
 MAX_RUNS = 8
 """Runs that are compared: as many as a chart can tell apart."""
@@ -223,11 +367,11 @@ def _notes(
             yield f"{letter} has no fingerprint: it took no step."
         if len(run.attempts) > 1:
             yield f"{letter} has {len(run.attempts)} attempts; fingerprint and step times are of the last."
-    for difference in found:
-        if difference.field.startswith("lr.") and difference.remark:
-            yield f"{difference.name[:1].upper()}{difference.name[1:]} {difference.remark}."
-        elif difference.remark:
-            yield f"{difference.name}: {difference.remark}."
+    for differing in found:
+        if differing.field.startswith("lr.") and differing.remark:
+            yield f"{differing.name[:1].upper()}{differing.name[1:]} {differing.remark}."
+        elif differing.remark:
+            yield f"{differing.name}: {differing.remark}."
     yield from _first_differences(runs, [d for d in found if d.role is not Role.NOTE])
     yield from _work(found, times)
 

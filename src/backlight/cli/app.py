@@ -18,7 +18,7 @@ import backlight
 from backlight.cli.help_page import HelpCommand, HelpGroup, HelpGroupWithDefault
 from backlight.cli.script_command import ScriptCommand
 from backlight.extras import EXTRA_OF, MissingPackageError
-from backlight.launch.uncaught import Interrupted, raise_interrupt
+from backlight.launch.script import Interrupted, raise_interrupt
 from backlight.registry import UnknownNameError
 from backlight.store.errors import StoreError
 from backlight.terminal import write

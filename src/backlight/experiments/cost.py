@@ -18,8 +18,7 @@ from backlight.experiments.config import Configuration
 from backlight.experiments.experiment import Duration
 from backlight.experiments.runner import build, measures_of, named_gradients, probe_of, torch_threads
 from backlight.experiments.task import Task
-from backlight.monitors.grokking.instrument.kernel_series import ROWS
-from backlight.monitors.grokking.instrument.probe_batch import Probe
+from backlight.monitors.grokking.instrument.probe_batch import ROWS, Probe
 from backlight.monitors.grokking.instrument.tracker import Tracker
 from backlight.monitors.grokking.model.measures import TIERS, at_tier, free_bytes, left_out
 from backlight.monitors.grokking.settings import SAMPLED, Measures

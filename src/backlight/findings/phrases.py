@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from backlight import text
 from backlight.records import Evidence
-
-if TYPE_CHECKING:
-    from backlight.store.read.run import Run  # the watchdog process imports this module and starts fast
+from backlight.store.read.run import Run
 
 T = TypeVar("T")
 
@@ -92,3 +90,48 @@ def shorten(title: str) -> str:
 def modules_of(run: Run) -> dict[str, str]:
     """Return the module of each parameter, by name."""
     return {p.name: p.module for p in run.parameters()}
+
+
+SCALE_FREE = frozenset(
+    {
+        "Adadelta",
+        "Adafactor",
+        "Adagrad",
+        "Adam",
+        "Adam8bit",
+        "AdamW",
+        "AdamW8bit",
+        "Adamax",
+        "Lion",
+        "Muon",
+        "NAdam",
+        "PagedAdamW8bit",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SparseAdam",
+    }
+)
+"""Optimizers whose step hardly changes if all gradients shrink by one factor."""
+
+
+def optimizer_kinds(run: Run) -> tuple[str, ...]:
+    """Return the classes of the optimizers of a run by number; empty where none was recorded."""
+    stored = run.fingerprint()
+    return () if stored is None else tuple(kind.partition("(")[0] for kind in stored.optimizers)
+
+
+def scale_free_kinds(run: Run) -> tuple[str, ...]:
+    """Return the classes of the optimizers where each of them is in ``SCALE_FREE``; else nothing."""
+    kinds = optimizer_kinds(run)
+    return tuple(dict.fromkeys(kinds)) if SCALE_FREE.issuperset(kinds) else ()
+
+
+def optimizer_name(run: Run, number: int) -> str:
+    """Return the class of an optimizer; where several have it, with the parameters that it holds."""
+    kinds = optimizer_kinds(run)
+    held = [p for p in run.parameters() if p.group.partition("/")[0] == str(number)]
+    kind = kinds[number] if number < len(kinds) else "the optimizer"
+    if kinds.count(kind) < 2 or not held:
+        return kind
+    return f"{kind} of {parameters([p.name for p in held], len(held))}"

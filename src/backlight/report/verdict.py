@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from backlight.findings.evaluate import Withdrawn, withdrawn
 from backlight.findings.losses import losses_of
-from backlight.findings.withdrawn import Withdrawn, withdrawn
 from backlight.records import OTHERS, Finding, RunStatus, Severity
 from backlight.report.panel import Summary, in_order
 from backlight.report.source import APART, Source

@@ -17,8 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Self
 
 from backlight import clock
-from backlight.findings.evaluate import Findings, evaluate_rules
-from backlight.findings.withdrawn import as_reported, subjects_of
+from backlight.findings.evaluate import Findings, as_reported, evaluate_rules, subjects_of
 from backlight.monitor import Monitor, RunContext
 from backlight.records import Finding, Made, Severity
 from backlight.registry import RULES

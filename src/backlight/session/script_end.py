@@ -3,13 +3,50 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import traceback
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from backlight.distributed import rank_and_size
 from backlight.interrupts import suppressed
+from backlight.records import Finding
 from backlight.redaction import Redaction
+from backlight.session.outputs import print_line
+from backlight.store.format.manifest import Progress
+from backlight.store.read.attempt_files import wait_for_ranks
+from backlight.store.read.run import open_run
+from backlight.text import as_typed, count, visible
 from backlight.user_code import SourceLine, is_user_code
+
+
+def print_result(path: Path, findings: Sequence[Finding], steps: int, progress: Progress) -> None:
+    """Print the worst finding of the run in ``path``, or that there is none, to standard error, on rank 0."""
+    # Here, since panels of the report are imported for it.
+    from backlight.report.source import Source  # noqa: PLC0415
+    from backlight.report.verdict import outcome, sampled_text  # noqa: PLC0415
+
+    rank, size = rank_and_size()
+    if rank != 0:
+        return
+    run = open_run(path, progress)
+    said = outcome(Source(run, tuple(findings)))
+    if said.tone == "unmeasured":
+        text = f"{said.tally}. {said.detail}"
+    else:
+        hints = f" and {count(said.hints, 'hint')}" if said.hints else ""
+        result = "" if said.headline in said.tally else f": {said.headline}"
+        text = f"{said.tally}{hints} in {count(steps, 'step')}{result}."
+        text += f" {said.lacks}." if said.lacks else ""
+        sampled = sampled_text(run)
+        text += f" Recorded: {sampled}." if sampled else ""
+    text += "".join(f" {one.text}" for one in said.withdrawn)
+    if size > 1 and not wait_for_ranks(path, 0.0):
+        text += " Other ranks have not ended."
+    print_line(f"{text} Next: backlight report {visible(shlex.quote(as_typed(path)))}", sys.stderr)
+
 
 MAX_MESSAGE = 2000
 """Characters of the message of an exception that are kept."""

@@ -22,14 +22,20 @@ from backlight.monitor import Monitor, Samples, check_monitors
 from backlight.notebook import STARTED, notebook_name, notebook_shell
 from backlight.notifier import Notifier
 from backlight.records import Finding, RunStatus
-from backlight.session.arguments import check_samples, listed, loggable
 from backlight.session.attached_run import AttachedRun
-from backlight.session.closing_line import print_result
 from backlight.session.monitor_set import MonitorSet, check_use_of_samples, requested_monitors
 from backlight.session.run_directory import chosen_path, is_chosen_by_launcher, open_writer
 from backlight.session.sampling import Sampling
-from backlight.session.script_end import failure, uncaught_exception
-from backlight.session.settings import DEFAULT_MONITORS, Settings, given_settings, suggest_keywords
+from backlight.session.script_end import failure, print_result, uncaught_exception
+from backlight.session.settings import (
+    DEFAULT_MONITORS,
+    Settings,
+    check_samples,
+    given_settings,
+    listed,
+    loggable,
+    suggest_keywords,
+)
 from backlight.settings import MonitorSettings
 from backlight.store.errors import RunPathError, RunWriteError, StoreError
 from backlight.store.read.run import open_run

@@ -22,8 +22,8 @@ from backlight.threads import PAUSE_S, BackgroundThread
 if TYPE_CHECKING:
     from backlight.records import ParameterRecord
     from backlight.session.monitor_set import MonitorSet
+    from backlight.session.sampling import StepSelection
     from backlight.session.step_recorder import StepRecorder
-    from backlight.session.step_selection import StepSelection
     from backlight.store.write.writer import RunWriter
 
 GRADIENT = ("gradient", 0)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from backlight.text import percent
-from backlight.trace.annotations import Annotation, by_annotation
+from backlight.text import duration, percent
+from backlight.trace.classification import PHASES, PROFILER_RANGE, RUNTIME
 from backlight.trace.copies import Copy, Transfer, copies, transfers
 from backlight.trace.critical_path import CriticalPath, Paths
-from backlight.trace.delayed_steps import delayed_steps
-from backlight.trace.device_queues import Launches, Stream, launches, streams
-from backlight.trace.events import Trace, TraceError
-from backlight.trace.hardware_counters import OperatorCounters, hardware_counters
+from backlight.trace.device_queues import Launches, Stream, by_stream, launches, streams
+from backlight.trace.events import Integers, Trace, TraceError
+from backlight.trace.host_moments import OUTSIDE
+from backlight.trace.module_times import Annotation, by_annotation
 from backlight.trace.operators import (
+    NO_OPERATOR,
     Costs,
     Pair,
     Row,
@@ -35,9 +38,172 @@ from backlight.trace.rates import (
     copy_rates,
     operator_rates,
 )
-from backlight.trace.sequences import Sequence, sequences
 from backlight.trace.timeline import Step, Timeline
 from backlight.trace.utilization import Idle, Overlap, Utilization
+
+DELAYED = 1.5
+"""Length of a delayed step, in medians of the steps with as many calls."""
+
+SAME_CALLS = 0.1
+"""Share by which the calls of two steps of one kind differ at most; alternating steps are of two kinds."""
+
+MIN_STEPS = 3
+"""Steps of one kind whose median means something."""
+
+
+@dataclass(frozen=True)
+class DelayedStep:
+    """A step ``times`` as long as the median of its kind, ``longer`` nanoseconds of it more in ``phase``."""
+
+    step: Step
+    times: float
+    phase: str
+    longer: int
+
+    @property
+    def note(self) -> str:
+        """What it is, in words."""
+        length = duration((self.step.end - self.step.start) / 1e9)
+        return (
+            f"step {self.step.number} took {length}, {self.times:.1f} times the median, "
+            f"{duration(self.longer / 1e9)} of it more in {self.phase}: it is in no share"
+        )
+
+
+def delayed_steps(timeline: Timeline) -> list[DelayedStep]:
+    """Return the delayed steps; none where they are so many that they are the rule."""
+    steps, moments = timeline.steps, timeline.moments
+    if len(steps) < MIN_STEPS:
+        return []
+    begun = timeline.step_of(timeline.tree.start)
+    calls = np.bincount(begun[begun >= 0], minlength=len(steps))
+    length = np.array([step.end - step.start for step in steps], dtype=np.int64)
+    phase = np.append(timeline.phases, len(PHASES))[moments.call]
+    spent = np.zeros((len(steps), len(PHASES) + 1), np.int64)
+    np.add.at(spent, (moments.step, phase), moments.end - moments.start)
+    found = []
+    for index, step in enumerate(steps):
+        same = np.abs(calls - calls[index]) <= SAME_CALLS * calls[index]
+        times = float(length[index] / np.median(length[same]))
+        if same.sum() >= MIN_STEPS and times > DELAYED:
+            longer = spent[index] - np.median(spent[same], axis=0)
+            most = int(longer.argmax())
+            name = OUTSIDE if most == len(PHASES) else PHASES[most].value.replace("_", " ")
+            found.append(DelayedStep(step, times, name, int(longer[most])))
+    # What comes back every few steps is a property of the loop.
+    few = max(1, min(len(steps) // 4, 3), len(steps) // 10)
+    return found if len(found) <= few else []
+
+
+@dataclass(frozen=True)
+class OperatorCounters:
+    """Counters summed over the kernels of one operator; ``kernels`` is their number."""
+
+    operator: str
+    kernels: int
+    counters: dict[str, float]
+
+
+def hardware_counters(timeline: Timeline) -> tuple[list[OperatorCounters], str]:
+    """Return the counters by operator, the most kernels first, and a note where launches do not match.
+
+    Ranges carry no correlation. The profiler serialises kernels, so the n-th range is of the n-th launch;
+    where their numbers differ, all counters stand under no operator.
+    """
+    events, tree = timeline.events, timeline.tree
+    rows = np.flatnonzero(events.among(PROFILER_RANGE) & (events["counters"] >= 0))
+    if not len(rows):
+        return [], ""
+    rows = rows[np.argsort(events["start"][rows], kind="stable")]
+    launching = events.among(RUNTIME) & events.where("name", lambda word: "LaunchKernel" in word)
+    calls = np.flatnonzero(launching[tree.rows])
+    calls = calls[np.argsort(tree.start[calls], kind="stable")]
+    note = ""
+    if len(calls) != len(rows):
+        note = (
+            f"{len(rows):,} ranges of counters and {len(calls):,} launches do not match: their operators are "
+            "not known"
+        )
+        calls = np.full(len(rows), -1)
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    counts: dict[str, int] = defaultdict(int)
+    for row, call in zip(rows.tolist(), calls.tolist(), strict=True):
+        operator = int(timeline.operators[call]) if call >= 0 else -1
+        name = timeline.name(int(tree.rows[operator])) if operator >= 0 else NO_OPERATOR
+        counts[name] += 1
+        for counter, value in json.loads(events.word("counters", row)).items():
+            if isinstance(value, (int, float)):
+                sums[name][counter] += value
+    found = [OperatorCounters(name, counts[name], dict(sums[name])) for name in counts]
+    return sorted(found, key=lambda one: -one.kernels), note
+
+
+# Sequences of kernels that repeat on a stream, such as the layers of a model.
+#
+# The most frequent pair of neighbours is replaced by one symbol, again and again (Re-Pair: Larsson and
+# Moffat, Offline dictionary-based compression, 2000). A symbol that is left stands for a sequence that
+# repeats.
+
+MIN_COUNT = 4
+"""Repetitions of a sequence."""
+
+MAX_SYMBOLS = 64
+"""Pairs that are replaced at most."""
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A sequence of kernels on one stream: its occurrences, and the device time of all of them in ns."""
+
+    kernels: tuple[str, ...]
+    stream: int
+    count: int
+    device: int
+
+
+def sequences(costs: Costs) -> list[Sequence]:
+    """Return sequences of two or more kernels that repeat in the chosen steps, the most expensive first."""
+    timeline = costs.timeline
+    device, words = timeline.device, timeline.events.words["name"]
+    found = []
+    for _, stream, rows in by_stream(timeline, costs.device_rows):
+        codes, names = np.unique(timeline.events["name"][device.rows[rows]], return_inverse=True)
+        symbols, spent, pairs = _paired(names, (device.end - device.start)[rows], len(codes))
+        for symbol in np.unique(symbols[symbols >= len(codes)]).tolist():
+            here = symbols == symbol
+            kernels = tuple(words[codes[code]] for code in _spelled(symbol, pairs, len(codes)))
+            found.append(Sequence(kernels, stream, int(here.sum()), int(spent[here].sum())))
+    return sorted((one for one in found if one.count >= MIN_COUNT), key=lambda one: -one.device)
+
+
+def _paired(
+    symbols: Integers, spent: Integers, base: int
+) -> tuple[Integers, Integers, list[tuple[int, int]]]:
+    """Replace pairs; return the symbols, the time of each, and what symbol ``base + i`` stands for."""
+    pairs: list[tuple[int, int]] = []
+    size = base + MAX_SYMBOLS
+    while len(symbols) > 1 and len(pairs) < MAX_SYMBOLS:
+        first, second = divmod(int(np.argmax(np.bincount(symbols[:-1] * size + symbols[1:]))), size)
+        at = np.flatnonzero((symbols[:-1] == first) & (symbols[1:] == second))
+        if first == second:  # of a run of equal symbols every other pair
+            run = np.cumsum(np.concatenate(([0], np.diff(at) > 1)))
+            begin = at[np.searchsorted(run, run)]
+            at = at[(at - begin) % 2 == 0]
+        if len(at) < MIN_COUNT:
+            break
+        symbols, spent = symbols.copy(), spent.copy()
+        symbols[at] = base + len(pairs)
+        spent[at] += spent[at + 1]
+        symbols, spent = np.delete(symbols, at + 1), np.delete(spent, at + 1)
+        pairs.append((first, second))
+    return symbols, spent, pairs
+
+
+def _spelled(symbol: int, pairs: list[tuple[int, int]], base: int) -> list[int]:
+    if symbol < base:
+        return [symbol]
+    first, second = pairs[symbol - base]
+    return [*_spelled(first, pairs, base), *_spelled(second, pairs, base)]
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from backlight.trace.analysis import (
     idle_causes,
     idle_share,
 )
-from backlight.trace.annotations import MIN_STEPS
 from backlight.trace.classification import OPERATOR
 from backlight.trace.events import ITEM_BYTES, Events, Trace, TraceError
+from backlight.trace.module_times import MIN_STEPS
 from backlight.trace.operators import NO_OPERATOR, Row
 from backlight.trace.timeline import Timeline, device_work
 

@@ -26,12 +26,17 @@ from backlight.watchdog.cause import MAX_IDLE_CORES, cause_of, is_idle, moves, n
 from backlight.watchdog.collectives import Dump
 from backlight.watchdog.decision import decide_dumps, decide_job, group_by_stack, shown_stack
 from backlight.watchdog.diagnosis import Cause
-from backlight.watchdog.flight_recorder import read_dumps
-from backlight.watchdog.nccl_ras import RasStatus, read_ras
-from backlight.watchdog.observation import IssuedCollectives, Observation
+from backlight.watchdog.flight_recorder import RasStatus, read_dumps, read_ras
+from backlight.watchdog.observation import (
+    IssuedCollectives,
+    Observation,
+    changes_stack,
+    holds_one_stack,
+    is_starved,
+    main_stacks,
+)
 from backlight.watchdog.observer import RankObserver, observe_unwatched
 from backlight.watchdog.shared_state import read_state
-from backlight.watchdog.stack_summary import changes_stack, holds_one_stack, is_starved, main_stacks
 from backlight.watchdog.stacks import Frame, StackSample, in_collective
 from backlight.watchdog.text import Diagnosis, describe
 from backlight.watchdog.timeouts import StallLimits

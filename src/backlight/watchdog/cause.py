@@ -15,16 +15,16 @@ from backlight.processes import WaitReason
 from backlight.records import DiagnosisKind, Phase
 from backlight.watchdog.diagnosis import HIGH, LOW, MEDIUM, BackwardSpeed, Cause, What
 from backlight.watchdog.graph_samples import find_largest_share
-from backlight.watchdog.observation import Observation
-from backlight.watchdog.shared_state import StateSnapshot
-from backlight.watchdog.stack_summary import (
+from backlight.watchdog.observation import (
     MAX_IDLE_SCHEDULED,
     MIN_NATIVE,
+    Observation,
     StackSummary,
     is_starved,
     main_stacks,
     summarize_stacks,
 )
+from backlight.watchdog.shared_state import StateSnapshot
 from backlight.watchdog.stacks import (
     Frame,
     ThreadStack,

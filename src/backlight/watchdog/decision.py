@@ -27,9 +27,8 @@ from backlight.watchdog.collectives import (
     match_records,
 )
 from backlight.watchdog.diagnosis import HIGH, LOW, MEDIUM, Behind, Cause, Decision, Failure, What
-from backlight.watchdog.observation import ExitReason, Observation
+from backlight.watchdog.observation import ExitReason, Observation, changes_stack, main_stacks
 from backlight.watchdog.shared_state import RankStatus
-from backlight.watchdog.stack_summary import changes_stack, main_stacks
 from backlight.watchdog.stacks import Frame, strip_backlight, user_frame
 from backlight.watchdog.waits import FOR_RANKS
 

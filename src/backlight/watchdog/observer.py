@@ -30,12 +30,13 @@ from backlight.watchdog.observation import (
     IssuedCollectives,
     Observation,
     Workers,
+    main_stacks,
+    main_thread,
     parse_buckets,
     parse_exit_reason,
     parse_issued,
 )
 from backlight.watchdog.shared_state import RankStatus, StateSnapshot, read_state
-from backlight.watchdog.stack_summary import main_stacks, main_thread
 from backlight.watchdog.stacks import StackSample, ThreadStack
 from backlight.watchdog.timeouts import StallLimits, is_suspicious, timeout_of
 from backlight.watchdog.waits import WaitCause, find_named_wait, name_wait, variables_of

@@ -18,7 +18,7 @@ from backlight.watchdog.observation import ExitReason, Observation
 from backlight.watchdog.observer import RankObserver
 from backlight.watchdog.shared_state import RankStatus, StateSnapshot
 from backlight.watchdog.text import Diagnosis, describe, title_and_detail
-from backlight.watchdog.text_parts import end_text
+from backlight.watchdog.words import end_text
 
 if TYPE_CHECKING:
     from backlight.store.write.watchdog import WatchdogWriter

@@ -24,7 +24,12 @@ from backlight.watchdog.diagnosis import MEDIUM, Cause, Decision, Failure, What
 from backlight.watchdog.graph_samples import NodeShare
 from backlight.watchdog.observation import Workers
 from backlight.watchdog.stacks import Frame
-from backlight.watchdog.text_parts import (
+from backlight.watchdog.words import (
+    HEADS,
+    NAME_THEIR_RANK,
+    OUTSIDE,
+    WORDS,
+    Words,
     call_text,
     describe_wait,
     end_text,
@@ -35,7 +40,6 @@ from backlight.watchdog.text_parts import (
     verb,
     was_text,
 )
-from backlight.watchdog.words import HEADS, NAME_THEIR_RANK, OUTSIDE, WORDS, Words
 
 MAX_CLAIM_CHARS = 200
 """Characters of a message that a claim repeats."""

@@ -18,14 +18,13 @@ from backlight.watchdog import reports, runtime_dir
 from backlight.watchdog.cause import MIN_PAUSE_S, cause_of, name_function
 from backlight.watchdog.decision import decide, decide_calls, open_to_unobserved
 from backlight.watchdog.diagnosis import Cause, Decision
-from backlight.watchdog.observation import Observation, name_reductions
+from backlight.watchdog.observation import Observation, name_reductions, summarize_stacks
 from backlight.watchdog.observer import RankObserver
 from backlight.watchdog.peers import ANSWERED, DIAGNOSED, LEFT, HostObservation, Peers
 from backlight.watchdog.reports import RankReports, ReportLog
-from backlight.watchdog.stack_summary import summarize_stacks
 from backlight.watchdog.stacks import is_compiling
-from backlight.watchdog.text_parts import end_text
 from backlight.watchdog.timeouts import END_TIMEOUT_S, EXEMPT_PHASES, StallLimits
+from backlight.watchdog.words import end_text
 
 if TYPE_CHECKING:
     from backlight.store.write.watchdog import WatchdogWriter

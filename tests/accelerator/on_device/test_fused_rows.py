@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import backlight
-from backlight.measure import pinned_block
+from backlight.measure import transfer
 from backlight.measure.stats import fused_rows as module
 from backlight.measure.stats.compiled_rows import DTYPES, ROW
 from backlight.measure.stats.statistics import statistics, why_not_compiled
@@ -160,7 +160,7 @@ def test_numbers_that_nothing_reads_do_not_overwrite_addresses() -> None:
 
 
 def test_training_thread_allocates_no_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "UPLOADS", pinned_block.PinnedBlock(pinned_block.UPLOAD_BYTES))
+    monkeypatch.setattr(module, "UPLOADS", transfer.PinnedBlock(transfer.UPLOAD_BYTES))
     given = [torch.ones(3, device="sim")]
     statistics(given, tier="eager").arrays()
     module.fused_rows(torch.device("sim:0")).wait()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight import devices
-from backlight.measure import pinned_block
+from backlight.measure import transfer
 from backlight.threads import BackgroundThread
 from cases import CASES, STEPS, assert_equal
 
@@ -379,7 +379,7 @@ def test_pinned_memory_is_allocated_once(tmp_path: Path, monkeypatch: pytest.Mon
         return made
 
     devices.has_async_copies(torch.device("sim"))  # asks by an allocation, once
-    pinned_block.PINNED.reset()
+    transfer.PINNED.reset()
     monkeypatch.setattr(torch, "empty", noted)
     model, optimizer = build("sim")
     with backlight.watch(
@@ -388,7 +388,7 @@ def test_pinned_memory_is_allocated_once(tmp_path: Path, monkeypatch: pytest.Mon
         for x, y in batches("sim", 40):
             simulated.sleep(0.01)  # copies are on their way for long
             step(model, optimizer, x, y)
-    assert sizes == [pinned_block.BLOCK_BYTES]
+    assert sizes == [transfer.BLOCK_BYTES]
     assert len(backlight.open_run(tmp_path / "run").frame("gradient", "norm").steps) == 40
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backlight.diagnose.spectra.checkpoint_measurement import sweeps
-from backlight.monitors.spectra.instrument.rank_exchange import cost
+from backlight.monitors.spectra.instrument.worker_thread import cost
 
 SHAPES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=30)
 

@@ -23,7 +23,7 @@ from torch import nn
 import backlight
 from backlight.records import Finding, Severity, Subject
 from backlight.session.trackers.base import TRACKERS, Tracked, TrackerError
-from backlight.session.trackers.replay import send
+from backlight.session.trackers.metrics import send
 from backlight.store.read.run import open_run
 
 STEPS = 6

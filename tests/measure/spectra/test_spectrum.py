@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from backlight.measure.spectra.replicates import ReplicateError
-from backlight.measure.spectra.spectrum import (
+from backlight.measure.spectra.randomized_svd import (
     singular_values,
     stable_rank,
     stable_rank_of_values,
     subspace_overlap,
 )
+from backlight.measure.spectra.replicates import ReplicateError
 
 
 @pytest.mark.parametrize("shape", [(1, 5), (3, 3), (64, 40), (330, 700), (4, 3, 2, 2)])

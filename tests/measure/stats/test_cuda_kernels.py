@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backlight import devices
-from backlight.measure.stats import cuda_kernels, fused_rows
+from backlight.measure.stats import fused_rows
 from backlight.measure.stats.compiled_rows import CompileError, c_compiler
 from backlight.measure.stats.fused_rows import KERNELS, FusedRows
 
@@ -64,9 +64,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         [*compiler, "-shared", "-fPIC", "-w", str(tmp_path / "driver.c"), "-o", str(library)], check=True
     )
     load, names = ctypes.CDLL, {"libcuda.so.1", "libnvrtc.so.12"}
-    monkeypatch.setattr(
-        cuda_kernels.ctypes, "CDLL", lambda name: load(str(library) if name in names else name)
-    )
+    monkeypatch.setattr(fused_rows.ctypes, "CDLL", lambda name: load(str(library) if name in names else name))
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(devices, "stream_handle", lambda device: STREAM)
     return load(str(library))
@@ -84,7 +82,7 @@ def failing(driver: Any, call: str) -> None:
 
 
 def test_load_and_launch(driver: Any) -> None:
-    launch = cuda_kernels.load(DEVICE, SOURCE, KERNELS)
+    launch = fused_rows.load(DEVICE, SOURCE, KERNELS)
     assert noted(driver) == [
         f"create {len(SOURCE)}", "compile 7f0000000001 --gpu-architecture=sm_90", "binary", "destroy",
         "retain 11", "push 7f0000000002", "load 1",
@@ -93,7 +91,7 @@ def test_load_and_launch(driver: Any) -> None:
     launch("keep_rows", 3_000_000, (0x7F1234567890, -(2**40)))
     assert noted(driver) == [
         "push 7f0000000002",
-        f"launch k 3000000 1 1 {cuda_kernels.THREADS} 1 1 0 {STREAM:x} 7f1234567890 {-(2**40)}",
+        f"launch k 3000000 1 1 {fused_rows.THREADS} 1 1 0 {STREAM:x} 7f1234567890 {-(2**40)}",
         "pop",
     ]
     failing(driver, "launch")
@@ -130,11 +128,11 @@ def test_build_without_cuda_has_no_pass(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.parametrize("architecture", ["sm_75", "sm_80", "sm_90", "sm_100"])
 def test_nvrtc_compiles_the_source(architecture: str) -> None:
     try:
-        cuda_kernels.nvrtc()
+        fused_rows.nvrtc()
     except OSError as error:
         pytest.skip(f"NVRTC is not installed: {error}")
-    binary = cuda_kernels.compile_source(SOURCE, architecture)
+    binary = fused_rows.compile_source(SOURCE, architecture)
     assert binary.startswith(b"\x7fELF")
     assert all(name.encode() in binary for name in KERNELS)
     with pytest.raises(CompileError, match="undefined"):
-        cuda_kernels.compile_source(b"__global__ void one() { missing(); }", architecture)
+        fused_rows.compile_source(b"__global__ void one() { missing(); }", architecture)

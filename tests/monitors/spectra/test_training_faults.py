@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import backlight
 from backlight.monitors.spectra.instrument import replicate_buffer
 from backlight.monitors.spectra.instrument.layer_selection import LayerSelection
-from backlight.monitors.spectra.instrument.step_measurement import StepMeasurement
+from backlight.monitors.spectra.instrument.worker_thread import StepMeasurement
 from backlight.store.read import spectra as stored
 from spectra.training import (
     batch,

@@ -23,8 +23,7 @@ from backlight.records import Finding, Layout, ParameterRecord, Placement
 from backlight.session.settings import Settings
 from backlight.session.trackers import monitor
 from backlight.session.trackers.base import TRACKERS, Point, Tracked, Tracker, TrackerError
-from backlight.session.trackers.metrics import MOST_GROUPS, Naming, groups_of, is_split
-from backlight.session.trackers.replay import points_of, send
+from backlight.session.trackers.metrics import MOST_GROUPS, Naming, groups_of, is_split, points_of, send
 from backlight.store.read.run import open_run
 
 MONITORS = ("health", "steptime")

@@ -80,7 +80,7 @@ def run(
         code = launch(watched, script, arguments, module=module, after=after)
     if watched.watch is not None and watched.watch.stopped_by is not None:
         from backlight.distributed import world
-        from backlight.session.stop_monitor import exit_code
+        from backlight.session.stop import exit_code
 
         return exit_code(world().rank)
     return code

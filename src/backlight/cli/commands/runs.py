@@ -152,7 +152,7 @@ def export(
 ) -> None:
     """Export a run to CSV, Parquet or HDF5, or to a tracker."""
     from backlight.findings.evaluate import findings_of
-    from backlight.session.trackers.replay import send_all
+    from backlight.session.trackers.metrics import send_all
     from backlight.store.export.files import export as export_run
     from backlight.store.export.files import export_tables
     from backlight.store.read.run import open_run

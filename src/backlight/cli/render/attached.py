@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from backlight.cli.console import Page
 from backlight.text import count
-from backlight.watchdog.stack_summary import main_thread
+from backlight.watchdog.observation import main_thread
 from backlight.watchdog.stacks import format_sample, strip_backlight
-from backlight.watchdog.text_parts import span
+from backlight.watchdog.words import span
 
 if TYPE_CHECKING:
     from backlight.watchdog.attach import Attached, AttachedDumps, AttachedJob

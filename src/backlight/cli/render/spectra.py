@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from backlight.cli.console import Page, make_table
-from backlight.monitors.spectra.model.layer_history import bounds, joint_noise_scale, layer_histories
+from backlight.monitors.spectra.model.echo_records import bounds, joint_noise_scale, layer_histories
 from backlight.terminal import make_console
 
 if TYPE_CHECKING:

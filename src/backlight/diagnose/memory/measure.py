@@ -28,8 +28,7 @@ from backlight.diagnose.memory.storage_log import Account
 from backlight.diagnose.script_observer import StepObserver
 from backlight.launch.observe import end_script, explain
 from backlight.launch.script import NoTrainingError
-from backlight.monitors.steptime.instrument.kept_data import KeptDataTracker
-from backlight.monitors.steptime.instrument.kept_graphs import KeptGraphTracker
+from backlight.monitors.steptime.instrument.kept_tensors import KeptDataTracker, KeptGraphTracker
 from backlight.records import Phase
 
 MAX_FURTHER_STEPS = 40

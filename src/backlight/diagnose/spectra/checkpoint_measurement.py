@@ -17,11 +17,11 @@ from backlight.capture.batches import digest, moved, nbytes, samples
 from backlight.diagnose.spectra.options import SpectraRequest
 from backlight.launch.recipe import Recipe
 from backlight.measure.spectra.measurement import spectral_echo
-from backlight.measure.spectra.spectrum import stable_rank
+from backlight.measure.spectra.randomized_svd import stable_rank
 from backlight.monitors.spectra.instrument.layers import matrices
-from backlight.monitors.spectra.instrument.rank_exchange import cost, longest_first
 from backlight.monitors.spectra.instrument.rank_group import RankGroup
 from backlight.monitors.spectra.instrument.replicate_gradient import gradients, seed_by
+from backlight.monitors.spectra.instrument.worker_thread import cost, longest_first
 from backlight.monitors.spectra.model.echo_records import record_arrays, record_measured
 from backlight.monitors.spectra.settings import SpectraError
 from backlight.store.format.spectra import Layer

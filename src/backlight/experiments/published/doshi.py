@@ -15,7 +15,7 @@ from backlight.experiments.progress import (
     inverse_participation_ratio,
 )
 from backlight.experiments.task import AdamWTraining, Task, one_hot_squared_error
-from backlight.monitors.grokking.instrument.gram.agop import input_agop
+from backlight.monitors.grokking.instrument.gram.ntk import input_agop
 
 
 @dataclass(frozen=True)

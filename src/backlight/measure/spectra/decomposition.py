@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]  # torch documents it, and does not export it
 
-from backlight.measure.spectra.randomized_svd import Directions, joined, resolved, strongest
+from backlight.measure.spectra.randomized_svd import Directions, joined, resolved, singular_values, strongest
 from backlight.measure.spectra.replicates import Noise, named
 from backlight.measure.spectra.shrinkage import infer, predict, upper_edge
-from backlight.measure.spectra.spectrum import singular_values
 
 Method = Literal["auto", "svd", "gram", "randomized"]
 

@@ -21,10 +21,9 @@ from torch import Tensor
 from backlight.measure.spectra import echo as estimate
 from backlight.measure.spectra.decomposition import Method, Plan, decompose, plan, strengths
 from backlight.measure.spectra.echo import CONFIDENCE, Null, align, overlaps
-from backlight.measure.spectra.randomized_svd import Directions
+from backlight.measure.spectra.randomized_svd import Directions, stable_rank
 from backlight.measure.spectra.replicates import BUDGET_BYTES, Noise, Replicates, check_distinct, noise_about
 from backlight.measure.spectra.shrinkage import clusters, infer, predict
-from backlight.measure.spectra.spectrum import stable_rank
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]

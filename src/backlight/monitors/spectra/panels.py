@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.measure.spectra.shrinkage import muon
-from backlight.monitors.spectra.model.layer_history import (
+from backlight.monitors.spectra.model.echo_records import (
     CHECKPOINT,
     LayerHistory,
     bounds,

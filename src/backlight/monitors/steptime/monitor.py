@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from backlight import clock
 from backlight.monitor import NEVER, Monitor, RunContext
-from backlight.monitors.steptime.instrument.kept_data import KeptDataTracker, doubling_steps
-from backlight.monitors.steptime.instrument.kept_graphs import KeptGraphTracker
+from backlight.monitors.steptime.instrument.kept_tensors import (
+    KeptDataTracker,
+    KeptGraphTracker,
+    doubling_steps,
+)
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
 from backlight.monitors.steptime.model.evidence import (
     GARBAGE_COLLECTION,

@@ -16,8 +16,7 @@ from torch.nn import functional
 
 import backlight
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-from backlight.monitors.grokking.instrument.influence import sample_influences
-from backlight.monitors.grokking.instrument.kernel_series import KernelSeries
+from backlight.monitors.grokking.instrument.probe_batch import KernelSeries, sample_influences
 from backlight.monitors.grokking.panels.influence import influence, summed_influences, tangent_kernel
 from backlight.report.panel import Drawn, NotMeasured
 from backlight.report.source import Source

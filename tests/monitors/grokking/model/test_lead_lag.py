@@ -17,9 +17,12 @@ from backlight.monitors.grokking.model.lead_lag import (
     LeadLag,
     false_discoveries,
     lead_lags,
+    needed_of_each,
+    permutation_p,
     rank_correlation,
+    slopes,
+    smallest_p,
 )
-from backlight.monitors.grokking.model.placebo import needed_of_each, permutation_p, slopes, smallest_p
 from backlight.monitors.grokking.model.reader import detect_run, seeds_of
 from backlight.store.read.run import Run
 from grokking_runs import Grok, sigmoid, write_grokking_run, write_scalars

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.monitors.spectra.instrument.rank_exchange import (
+from backlight.monitors.spectra.instrument.replicate_buffer import Target
+from backlight.monitors.spectra.instrument.worker_thread import (
     Offer,
     agreed_owners,
     common_parameters,
@@ -13,7 +14,6 @@ from backlight.monitors.spectra.instrument.rank_exchange import (
     longest_first,
     owners,
 )
-from backlight.monitors.spectra.instrument.replicate_buffer import Target
 from backlight.store.format.spectra import Layer
 
 SHAPES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=30)

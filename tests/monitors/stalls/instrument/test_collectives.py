@@ -18,7 +18,7 @@ from backlight.watchdog.collectives import CollectiveRecord
 from backlight.watchdog.flight_recorder import parse_dump
 from backlight.watchdog.observation import parse_issued
 from backlight.watchdog.shared_state import Collective, SharedState, read_state
-from backlight.watchdog.text_parts import call_text
+from backlight.watchdog.words import call_text
 from observed_processes import wait_until
 from ranks.launching import torchrun
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.steptime.instrument import kept_data
-from backlight.monitors.steptime.instrument.kept_data import KeptDataTracker
+from backlight.monitors.steptime.instrument import kept_tensors
+from backlight.monitors.steptime.instrument.kept_tensors import KeptDataTracker
 from backlight.records import Finding, Severity
 
 STEPS = 72
@@ -30,7 +30,7 @@ Loop = Callable[[bool], None]
 def growing_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory in use grows by a MiB between readings, whatever the allocator of the machine keeps."""
     levels = itertools.count(0, 2**20)
-    monkeypatch.setattr(kept_data, "memory_level", lambda: next(levels))
+    monkeypatch.setattr(kept_tensors, "memory_level", lambda: next(levels))
 
 
 def outputs(count: int = STEPS) -> Iterator[Tensor]:
@@ -209,10 +209,10 @@ def test_large_list_is_a_warning_and_a_large_cache_is_not(tmp_path: Path) -> Non
 
 
 def test_names_are_read_only_while_the_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_data, "memory_level", lambda: 10 * 2**20)
+    monkeypatch.setattr(kept_tensors, "memory_level", lambda: 10 * 2**20)
     searched = []
-    monkeypatch.setattr(kept_data, "find_data_holders", lambda *_: searched.append(1) or [])
-    tracker = KeptDataTracker(lambda facts, step: None, kept_data.doubling_steps())
+    monkeypatch.setattr(kept_tensors, "find_data_holders", lambda *_: searched.append(1) or [])
+    tracker = KeptDataTracker(lambda facts, step: None, kept_tensors.doubling_steps())
     for step in range(1, 1000):
         if step >= tracker.next_step:
             tracker.read(step)

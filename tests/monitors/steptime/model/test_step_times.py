@@ -5,11 +5,12 @@ import numpy.typing as npt
 import pytest
 from scipy import stats
 
-from backlight.monitors.steptime.model.run_variation import ASSUMED, measure_variation
 from backlight.monitors.steptime.model.step_times import (
+    ASSUMED,
     SeriesError,
     difference,
     find_steady,
+    measure_variation,
     paired_difference,
     summarize,
 )

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.findings.losses import sole_loss
-from backlight.findings.step_weights import equal_parts
+from backlight.findings.recorded_steps import equal_parts
 from backlight.monitors.correctness.model.facts import facts_of
 from backlight.monitors.correctness.rules.uneven_microbatches import Classes
 from backlight.records import Evidence, Finding, Severity, Subject

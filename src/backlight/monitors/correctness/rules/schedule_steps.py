@@ -10,8 +10,8 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
-from backlight.findings.optimizer_names import optimizer_name
-from backlight.findings.step_weights import step_weights
+from backlight.findings.phrases import optimizer_name
+from backlight.findings.recorded_steps import step_weights
 from backlight.monitors.correctness.model.facts import Fact, facts_by_kind, finding_on
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule

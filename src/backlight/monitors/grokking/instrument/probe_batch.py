@@ -9,20 +9,145 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from backlight.capture.batches import tensors
+from backlight.capture.model_state import preserve_state
+from backlight.capture.modules import unwrapped
 from backlight.measure.gram.eigenvalues import spectrum
 from backlight.measure.noise_scale import noise_scale
 from backlight.monitors.grokking.instrument.gradient_history import record_array
-from backlight.monitors.grokking.instrument.gram.agop import input_agop
+from backlight.monitors.grokking.instrument.gram import inputs
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 from backlight.monitors.grokking.instrument.gram.gram import gram
-from backlight.monitors.grokking.instrument.influence import record_influences
-from backlight.monitors.grokking.instrument.kernel_series import KernelSeries, existing
+from backlight.monitors.grokking.instrument.gram.ntk import TangentKernel, input_agop, ntk
 from backlight.monitors.grokking.model.measures import finite
 
 if TYPE_CHECKING:
     from backlight.monitor import Recorder
     from backlight.monitors.grokking.instrument.gram.result import Gram
     from backlight.monitors.grokking.settings import Measures
+
+
+def sample_influences(
+    model: nn.Module,
+    sample_loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    held_out: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Tensor:
+    """Return how much each of N samples lowers the mean held-out loss in one step, float64 ``[N]``.
+
+    ``<g_n, D g'> / N``, with the mean gradient ``g'`` of the held-out batch and the learning rates D of the
+    optimizers: to first order their sum is the drop in a step of gradient descent on the mean loss of the
+    batch. docs/formulas.md, section 3.
+
+    Raises
+    ------
+    GramError
+        If no optimizer holds a parameter of the model, or as :func:`backlight.gram`.
+    """
+    rates = {
+        id(parameter): float(group["lr"])
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    held = inputs.trainable(unwrapped(model))
+    of = {name: rates[id(found.tensor)] for name, found in held.items() if id(found.tensor) in rates}
+    if not of:
+        raise GramError(
+            "influence: no optimizer holds a parameter of the model, so no learning rate is known"
+        )
+    is_one = len(of) == len(held) and len(set(of.values())) == 1
+    found = gram(model, sample_loss, batch, against=held_out, detail="model" if is_one else "parameter")
+    total = (
+        next(iter(of.values())) * found.influence()
+        if is_one
+        else torch.stack([rate * found.influence(f"parameter/{name}") for name, rate in of.items()]).sum(0)
+    )
+    return total / (len(total) * found.against)
+
+
+def record_influences(
+    step: int,
+    model: nn.Module,
+    sample_loss: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    held_out: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+    recorder: Recorder,
+    *,
+    arrays: bool,
+) -> None:
+    """Record sums of the influences by sign, the mean held-out loss, and with ``arrays`` the influences."""
+    found = sample_influences(model, sample_loss, batch, held_out, optimizers).cpu()
+    with preserve_state(model), torch.no_grad():
+        loss = float(sample_loss(model, held_out)) / inputs.count(held_out)
+    values = {
+        "drop": float(found.sum()),
+        "lowering": float(found.clamp(min=0).sum()),
+        "raising": float(found.clamp(max=0).sum()),
+        "held_out_loss": loss,
+    }
+    recorder.scalars(step, {f"influence/{name}": value for name, value in values.items()})
+    if arrays:
+        record_array(recorder, "influence/samples", step, found, ("sample",))
+
+
+ROWS = 1024
+"""Most rows of a kernel, samples times outputs: it is held for as long as the run lasts."""
+
+
+def existing(reference: weakref.ref[nn.Module]) -> nn.Module:
+    """Return a model; GramError where the script has dropped it."""
+    model = reference()
+    if model is None:
+        raise GramError("the model does not exist any more")
+    return model
+
+
+class KernelSeries:
+    """Measures the kernel of the first samples of a batch, whose first tensor is the input of the model.
+
+    ``start`` is the kernel of the first measurement, None before it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._reference = weakref.ref(model)
+        self.start: Tensor | None = None
+
+    def measure(self, step: int, batch: Any, recorder: Recorder) -> None:
+        """Record trace, alignment with the labels, and distance from the start.
+
+        Raises
+        ------
+        GramError
+            If the samples have too many outputs, or as :func:`backlight.ntk`.
+        """
+        model = existing(self._reference)
+        x, *others = [tensor for _, tensor in tensors(batch)]
+        with preserve_state(model), torch.no_grad():
+            shown = model(x[:1])
+        if not isinstance(shown, Tensor):
+            raise GramError(f"ntk: the model must return a tensor, got {type(shown).__name__}")
+        outputs = shown.numel()
+        n = min(inputs.count(batch), ROWS // outputs)
+        if n < 2:
+            raise GramError(f"ntk: a sample has {outputs} outputs, expected {ROWS // 2} at most")
+        found = ntk(model, x[:n])
+        values = {"trace": float(found.matrix.trace()) / n}
+        if others and (targets := _targets(others[0][:n], outputs)) is not None:
+            values["alignment"] = found.alignment(targets)
+        if self.start is None:
+            self.start = found.kernel.cpu()
+        values["distance"] = found.distance(TangentKernel(self.start))
+        recorder.scalars(step, {f"ntk/{name}": value for name, value in finite(values).items()})
+
+
+def _targets(labels: Tensor, outputs: int) -> Tensor | None:
+    """Return targets ``[N, C]`` of class numbers or of numbers; None where they are neither."""
+    if labels.dim() == 1 and not labels.is_floating_point() and int(labels.max()) < outputs > 1:
+        return nn.functional.one_hot(labels.long(), outputs)
+    return labels.reshape(len(labels), -1) if labels[:1].numel() == outputs else None
 
 
 class Probe:

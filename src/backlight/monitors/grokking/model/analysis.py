@@ -10,8 +10,7 @@ from typing import Any
 from backlight import codec
 from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.monitors.grokking.model.curves import DetectionError, change_points
-from backlight.monitors.grokking.model.lead_lag import FOLLOWS, LeadLag, lead_lags
-from backlight.monitors.grokking.model.placebo import needed_of_each
+from backlight.monitors.grokking.model.lead_lag import FOLLOWS, LeadLag, lead_lags, needed_of_each
 from backlight.monitors.grokking.model.reader import (
     TEST,
     Stated,

@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike
 
 from backlight.monitors.grokking.model import curves
 from backlight.monitors.grokking.model.curves import Curve, DetectionError, Interval
-from backlight.monitors.grokking.model.transition import lost, refitted, transition_of
 from backlight.monitors.grokking.model.verdicts import (
     Condition,
     Detection,
@@ -24,6 +23,9 @@ from backlight.monitors.grokking.model.verdicts import (
     SweepPoint,
     Transition,
     VerdictLimits,
+    lost,
+    refitted,
+    transition_of,
 )
 
 SWEEP_TRAIN = 4

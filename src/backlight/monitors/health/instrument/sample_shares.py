@@ -9,16 +9,321 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from backlight.capture.batches import map_tensors, tensors
+from backlight.capture.loss_graph import single_losses
+from backlight.capture.modules import walk
+from backlight.capture.per_sample import Call, Taps, gradients
 from backlight.capture.step_inputs import ForwardCall
+from backlight.devices import set_random_states
 from backlight.interrupts import is_interrupt
-from backlight.monitors.health.instrument.replay import Decomposed, Replay, ReplayError
+from backlight.measure.gram.factors import Factors, VectorFactors, lengths, projections
+from backlight.measure.gram.gram import gram
+from backlight.measure.gram.layers import kernel_of
+
+# A forward pass of a step, computed again with the gradients that its outputs had.
+#
+# Its kernels give the Gram of what each sample contributed to the gradient of the step, and the inner
+# products of these contributions with that gradient. Where a parameter has no kernel, one backward per sample
+# does.
+
+MAX_SAMPLES = 4096
+"""Samples of a forward pass beyond which it is not decomposed: their Gram has as many squared entries."""
+
+ONE_BY_ONE_S = 30.0
+"""Seconds that backward passes of single samples may take."""
+
+COVERED = 1e-3
+"""Largest relative error of the Gram of a parameter, against its replayed gradient."""
+
+
+@dataclass
+class Decomposed:
+    """What the samples of one forward pass contributed to the gradient of the step.
+
+    N samples lie along the first dimension of the inputs, or the second. ``gram`` is float64 ``[N, N]`` over
+    the covered parameters, ``products [N]`` are those of contributions with the gradient of the step, and
+    ``positions [N, T]`` the part of them that belongs to positions of a sequence, None without one.
+    ``replayed`` holds the gradient of this pass by the ``id`` of a parameter; ``uncovered`` are names.
+    """
+
+    samples: int
+    gram: Tensor
+    products: Tensor
+    positions: Tensor | None
+    replayed: dict[int, Tensor]
+    uncovered: list[str]
+    losses: Tensor | None
+    copies: list[int] = field(default_factory=list)  # the first sample that is equal to each
+    bad_inputs: list[int] = field(default_factory=list)
+
+
+class ReplayError(RuntimeError):
+    """A forward pass that cannot be computed again; the message says why."""
+
+
+@dataclass(eq=False)
+class _Parameter:
+    name: str
+    tensor: nn.Parameter
+    gradient: Tensor
+    expected: int = 0
+    pieces: list[Factors] = field(default_factory=list)
+    gram: Tensor | None = None
+    products: list[Tensor] = field(default_factory=list)
+    skipped: bool = False
+
+
+class Replay:
+    """Replays one call and takes the factors of its modules; ``gradients`` of the step are by ``id``."""
+
+    def __init__(
+        self, call: ForwardCall, gradients: Mapping[int, Tensor], names: Mapping[int, str], scale: float
+    ) -> None:
+        self._call, self._scale = call, scale
+        if call.trouble or call.is_gone():
+            raise ReplayError(call.trouble or "its module, or what that was given, is gone")
+        if not call.deltas:
+            raise ReplayError("no gradient reached its outputs")
+        if call.was_changed():
+            raise ReplayError("its inputs were changed in place after it")
+        inputs = [x for x in call.inputs() if x.dim()]
+        if not inputs:
+            raise ReplayError("its inputs hold no tensor with samples")
+        shape = inputs[0].shape
+        known = None if call.indices is None else len(call.indices)
+        self.samples = (
+            shape[1] if known is not None and known != shape[0] and known in shape[1:2] else shape[0]
+        )
+        if self.samples > MAX_SAMPLES:
+            raise ReplayError(f"it has {self.samples} samples, more than {MAX_SAMPLES}")
+        is_sequence = inputs[0].dim() == 2 and not inputs[0].is_floating_point()
+        self._positions = shape[1] if is_sequence and self.samples == shape[0] else 0
+        self._parameters: dict[int, _Parameter] = {}
+        held = (p for _, module in walk(call.module) for p in module._parameters.values())
+        for p in held:
+            if p is not None and p.requires_grad and id(p) in gradients:
+                found = gradients[id(p)]
+                self._parameters[id(p)] = _Parameter(names.get(id(p), ""), p, found)
+
+    # Called by the capture (``Taps``).
+
+    def _owned(self, module: nn.Module) -> list[tuple[str, _Parameter]]:
+        own = module._parameters.items()
+        return [
+            (key, self._parameters[id(p)]) for key, p in own if p is not None and id(p) in self._parameters
+        ]
+
+    def expect(self, module: nn.Module) -> None:
+        """Count a use of each parameter of ``module``."""
+        for _, parameter in self._owned(module):
+            parameter.expected += 1
+
+    def skip(self, module: nn.Module, reason: str) -> None:
+        """Note that a use cannot be separated by samples."""
+        for _, parameter in self._owned(module):
+            parameter.skipped = True
+
+    def take(self, module: nn.Module, x: Tensor, delta: Tensor) -> None:
+        """Measure each parameter whose last use this was."""
+        layer = kernel_of(module)
+        assert layer is not None
+        pieces = layer(module, x, delta, self.samples)
+        for key, parameter in self._owned(module):
+            if key not in pieces or parameter.skipped:
+                parameter.skipped = True
+                continue
+            parameter.pieces.append(pieces[key])
+            if len(parameter.pieces) == parameter.expected:
+                self._measure(parameter)
+
+    def _measure(self, parameter: _Parameter) -> None:
+        pieces, parameter.pieces = parameter.pieces, []
+        if not pieces or parameter.skipped:
+            return
+        try:
+            parameter.gram = gram(pieces)[0]
+        except ValueError:  # its uses differ
+            parameter.skipped = True
+            return
+        parameter.products = projections(pieces, parameter.gradient)
+
+    # The passes.
+
+    def _forward(self, call: ForwardCall, args: Any, kwargs: Any) -> list[Tensor]:
+        set_random_states(call.devices, call.random)
+        enabled, dtype = call.autocast
+        device = next((x.device.type for x in call.inputs()), "cpu")
+        with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+            result = call.module(*args, **kwargs)
+        return [x for _, x in tensors(result)]
+
+    def _arguments(self) -> tuple[Any, Any]:
+        return tuple(map_tensors(list(self._call.args), Tensor.detach)), map_tensors(
+            dict(self._call.kwargs), Tensor.detach
+        )
+
+    def _calls_of_one(self, modules: Sequence[nn.Module]) -> list[Call]:
+        """Return the calls of modules in a forward pass of one sample; none where that fails."""
+        args, kwargs = (
+            map_tensors(given, lambda x: x[:1] if len(x) == self.samples else x)
+            for given in self._arguments()
+        )
+        modes = [(module, module.training) for module in self._call.module.modules()]
+        try:
+            with Taps(modules, 1, None) as taps:
+                self._forward(self._call, args, kwargs)
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            return []
+        finally:
+            for module, training in modes:
+                module.training = training
+        return taps.calls
+
+    def _surrogate(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Return the number whose gradient with respect to the outputs is the one that they had."""
+        deltas = self._call.deltas
+        if max(deltas) >= len(outputs) or any(outputs[i].shape != d.shape for i, d in deltas.items()):
+            raise ReplayError("it returned outputs of other shapes when it was computed again")
+        return sum((outputs[i] * d).sum() for i, d in deltas.items())  # type: ignore[return-value]
+
+    def run(self) -> Decomposed:
+        """Compute the pass again and return what each sample contributed."""
+        every = {id(module): module for _, module in walk(self._call.module)}.values()
+        modules = [m for m in every if kernel_of(m) is not None and self._owned(m)]
+        one = self._calls_of_one(modules)
+        try:
+            outputs, found = self._swept(modules, one, broadcast=True)
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            for p in self._parameters.values():
+                p.expected, p.pieces, p.gram, p.products, p.skipped = 0, [], None, [], False
+            outputs, found = self._swept(modules, one, broadcast=False)
+        replayed = {key: g * self._scale for key, g in found.items()}
+        for p in self._parameters.values():
+            if p.gram is not None and not _covers(p.gram, found.get(id(p.tensor))):
+                p.gram = None
+        self._one_by_one([p for p in self._parameters.values() if p.gram is None and id(p.tensor) in found])
+        return self._joined(outputs, replayed)
+
+    def _swept(
+        self, modules: Sequence[nn.Module], one: Sequence[Call], *, broadcast: bool
+    ) -> tuple[list[Tensor], dict[int, Tensor]]:
+        leaves = [p.tensor for p in self._parameters.values()]
+        taps = Taps(modules, self.samples, self, one=one, broadcast=broadcast)
+        with taps, torch.enable_grad():  # gradients are collected where clipping has switched them off
+            args, kwargs = self._arguments()
+            outputs = self._forward(self._call, args, kwargs)
+            self._losses = self._own_losses(outputs)
+            found = gradients(self._surrogate(outputs), leaves, taps)
+        for parameter in self._parameters.values():
+            self._measure(parameter)
+        kept = zip(leaves, found, strict=True)
+        return outputs, {id(p): (g.to_dense() if g.is_sparse else g) for p, g in kept if g is not None}
+
+    def _own_losses(self, outputs: Sequence[Tensor]) -> Tensor | None:
+        """Return the losses of samples of a model that returns its loss, else those of the step."""
+        for i in self._call.deltas:
+            if outputs[i].numel() == 1 and (found := single_losses(outputs[i].grad_fn)) is not None:
+                return found
+        return self._call.losses
+
+    def _one_by_one(self, left: Sequence[_Parameter]) -> None:
+        """Measure parameters without a kernel by a backward for each sample's rows of the outputs."""
+        deltas, n = self._call.deltas, self.samples
+        if not left or any(d.dim() == 0 or len(d) % n for d in deltas.values()):
+            return
+        args, kwargs = self._arguments()
+        outputs = self._forward(self._call, args, kwargs)
+        leaves = [p.tensor for p in left]
+        rows = [p.tensor.new_zeros(n, p.tensor.numel()) for p in left]
+        begin = time.monotonic()
+        for i in range(n):
+            if time.monotonic() - begin > ONE_BY_ONE_S:
+                return
+            given = {key: _only(d, i, n) for key, d in deltas.items()}
+            found = torch.autograd.grad(
+                [outputs[key] for key in given], leaves, list(given.values()),
+                retain_graph=True, allow_unused=True,
+            )  # fmt: skip
+            for row, g in zip(rows, found, strict=True):
+                if g is not None:
+                    row[i] = g.flatten()
+        for p, row in zip(left, rows, strict=True):
+            piece = VectorFactors(row, lambda row=row: lengths(row), row.dtype)  # type: ignore[misc]
+            p.gram, p.products = gram([piece])[0], projections([piece], p.gradient)
+
+    def _joined(self, outputs: Sequence[Tensor], replayed: dict[int, Tensor]) -> Decomposed:
+        n, scale = self.samples, self._scale
+        K, products = torch.zeros(n, n, dtype=torch.float64), torch.zeros(n, dtype=torch.float64)
+        positions = torch.zeros(n, self._positions, dtype=torch.float64) if self._positions > 1 else None
+        for p in self._parameters.values():
+            if p.gram is None:
+                continue
+            K += p.gram.cpu()
+            for part in p.products:
+                products += part.sum(1).cpu()
+                if positions is not None and part.shape[1] == self._positions:
+                    positions += part.cpu()
+        uncovered = [p.name for p in self._parameters.values() if p.gram is None and id(p.tensor) in replayed]
+        losses = self._losses
+        if losses is not None:
+            losses = losses.reshape(n, -1).double().mean(1).cpu() if losses.numel() % n == 0 else None
+        inputs = [x for x in self._call.inputs() if x.dim() and len(x) == n]
+        floats = [x.detach().reshape(n, -1) for x in inputs if x.is_floating_point()]
+        bad = sum((~x.isfinite()).any(1).int() for x in floats).nonzero() if floats else []  # type: ignore[union-attr]
+        return Decomposed(
+            n,
+            K * scale**2,
+            products * scale,
+            None if positions is None else positions * scale,
+            replayed,
+            uncovered,
+            losses,
+            _copies(inputs, n),
+            [int(i) for i in bad],
+        )
+
+
+def _only(delta: Tensor, sample: int, samples: int) -> Tensor:
+    """Return a gradient of outputs with the rows of one sample only."""
+    frames = len(delta) // samples
+    kept = torch.zeros_like(delta)
+    rows = slice(sample * frames, (sample + 1) * frames)
+    kept[rows] = delta[rows]
+    return kept
+
+
+def _covers(K: Tensor, gradient: Tensor | None) -> bool:
+    """Return whether the sum of a Gram is the squared norm of the gradient; True where not finite."""
+    square = 0.0 if gradient is None else float(gradient.double().square().sum())
+    total, size = float(K.sum()), float(K.diagonal().sum())
+    if not math.isfinite(square):
+        return True
+    return abs(total - square) <= COVERED * (square + COVERED * size)
+
+
+def _copies(inputs: Sequence[Tensor], samples: int) -> list[int]:
+    """Return, for each sample, the first one whose inputs are the same."""
+    firsts: dict[bytes, int] = {}
+    out = []
+    for n in range(samples):
+        parts = [x[n].detach().cpu().contiguous().reshape(-1).view(torch.uint8) for x in inputs]
+        out.append(firsts.setdefault(b"|".join(p.numpy().tobytes() for p in parts), n))
+    return out
+
 
 LISTED = 16
 """Samples of a forward pass that are listed, those with the largest shares."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from backlight.findings.limits import limit, merge_overrides, with_overrides
-from backlight.findings.step_work import WORDS
+from backlight.findings.recorded_steps import WORDS
 from backlight.monitors.health.model.history import MAD_TO_DEVIATION, StretchLimits
 
 
@@ -64,8 +64,8 @@ class LiveLeaps:
 
         As in the rule: above the median by a factor, and by robust standard deviations of the logarithms,
         once it is divided by what the step did more than those before it. ``counts`` holds those of
-        :data:`backlight.findings.step_work.WORDS`, relative to their first values instead of the medians of
-        the run, which are not known yet. A history with values below 0 has no size to leap from.
+        :data:`backlight.findings.recorded_steps.WORDS`, relative to their first values instead of the medians
+        of the run, which are not known yet. A history with values below 0 has no size to leap from.
         """
         work = 0.0
         for name in WORDS:

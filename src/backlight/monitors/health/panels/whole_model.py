@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.findings.losses import losses_of
-from backlight.findings.step_work import optimizer_sets
+from backlight.findings.recorded_steps import optimizer_sets
 from backlight.monitors.health.model.clip_factors import clip_factors
 from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, stated

@@ -10,8 +10,7 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
-from backlight.findings.step_weights import step_weights, weighted_median, weighted_share
-from backlight.findings.step_work import work_of
+from backlight.findings.recorded_steps import step_weights, weighted_median, weighted_share, work_of
 from backlight.monitors.health.model.history import (
     StretchLimits,
     medians_outrun,

@@ -10,8 +10,8 @@ import numpy as np
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.findings.losses import loss_name
-from backlight.findings.optimizer_names import SCALE_FREE, optimizer_kinds
-from backlight.findings.step_weights import after_share, step_weights, weighted_median
+from backlight.findings.phrases import SCALE_FREE, optimizer_kinds
+from backlight.findings.recorded_steps import after_share, step_weights, weighted_median
 from backlight.monitors.health.model.history import Bools, Integers, finite_median
 from backlight.monitors.health.model.score import rounding_floor
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject

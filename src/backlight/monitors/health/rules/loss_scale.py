@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
-from backlight.findings.step_weights import step_weights, weighted_share
+from backlight.findings.recorded_steps import step_weights, weighted_share
 from backlight.monitors.health.model.history import at_steps, finite_median
 from backlight.monitors.health.model.score import skipped_steps
 from backlight.records import Evidence, Finding, ParameterRecord, Severity, Subject

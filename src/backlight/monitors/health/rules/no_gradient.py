@@ -11,7 +11,7 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
-from backlight.findings.optimizer_names import optimizer_name
+from backlight.findings.phrases import optimizer_name
 from backlight.monitors.health.model.history import Bools, Integers, ending_streaks
 from backlight.monitors.health.model.parameters import (
     MembershipLimits,

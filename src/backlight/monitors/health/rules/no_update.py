@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from backlight.findings import phrases
 from backlight.findings.limits import limit
 from backlight.findings.losses import losses_of
-from backlight.findings.optimizer_names import optimizer_name
-from backlight.findings.step_weights import after_share, step_weights, weighted_median
+from backlight.findings.phrases import optimizer_name
+from backlight.findings.recorded_steps import after_share, step_weights, weighted_median
 from backlight.monitors.health.model.history import Bools, Integers, at_steps, ending_streaks, finite_median
 from backlight.monitors.health.model.parameters import (
     MembershipLimits,

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
-from backlight.findings.step_work import WORDS, counts_at, optimizer_sets, work_of
+from backlight.findings.recorded_steps import WORDS, counts_at, optimizer_sets, work_of
 from backlight.monitors.health.model.history import (
     finite_median,
     histories,

@@ -9,7 +9,7 @@ import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import limit
-from backlight.findings.step_weights import step_weights, weighted_share
+from backlight.findings.recorded_steps import step_weights, weighted_share
 from backlight.monitors.health.model import score
 from backlight.monitors.health.model.history import (
     Bools,

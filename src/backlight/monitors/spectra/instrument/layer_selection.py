@@ -12,8 +12,8 @@ from backlight.capture.model_state import unsharded
 from backlight.capture.parameters import local
 from backlight.distributed import rank_and_size
 from backlight.monitors.spectra.instrument.layers import Selection, select_layers
-from backlight.monitors.spectra.instrument.rank_exchange import owners
 from backlight.monitors.spectra.instrument.replicate_buffer import Target, fitting
+from backlight.monitors.spectra.instrument.worker_thread import owners
 from backlight.monitors.spectra.model.echo_records import record_layer, record_left_out
 from backlight.monitors.spectra.settings import SpectraError
 

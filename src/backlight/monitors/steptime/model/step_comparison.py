@@ -11,14 +11,16 @@ import numpy as np
 
 from backlight import codec
 from backlight.monitors.steptime.model.evidence import read_runtime_info
-from backlight.monitors.steptime.model.run_variation import NONE, Variation, measure_variation
 from backlight.monitors.steptime.model.step_times import (
     CONFIDENCE,
     MIN_STEPS,
+    NONE,
     Difference,
     Floats,
     PhaseTimes,
+    Variation,
     difference,
+    measure_variation,
     paired_difference,
     read_phases,
 )

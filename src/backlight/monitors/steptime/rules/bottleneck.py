@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from backlight.findings.limits import limit
-from backlight.findings.optimizer_names import optimizer_name
+from backlight.findings.phrases import optimizer_name
 from backlight.monitors.steptime.model.evidence import (
     FORMULAS,
     BusyLimits,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.findings.limits import limit
-from backlight.findings.step_weights import step_weights
-from backlight.findings.step_work import optimizer_sets, work_of
+from backlight.findings.recorded_steps import optimizer_sets, step_weights, work_of
 from backlight.monitors.steptime.model.evidence import (
     GARBAGE_COLLECTION,
     BusyLimits,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backlight.monitors.grokking.instrument.gram.agop import input_agop
 from backlight.monitors.grokking.instrument.gram.checks import GramError
+from backlight.monitors.grokking.instrument.gram.ntk import input_agop
 
 
 def test_agop_is_mean_of_squared_jacobians() -> None:

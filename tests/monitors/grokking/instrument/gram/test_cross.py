@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import backlight
-from backlight.experiments import oracle
+from backlight.experiments import config
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 from tiny_classifier import Batch, batch, net, summed
 
@@ -44,7 +44,7 @@ def test_batches_that_do_not_fit_are_refused() -> None:
 
 
 def test_influence_over_training_is_leave_one_out_retraining() -> None:
-    task = oracle.build()
+    task = config.build()
     split = task.split
     x, y, tx, ty = split.train_inputs, split.train_labels, split.test_inputs, split.test_labels
     start, steps, rate = task.model, 30, 0.02  # far enough for later steps: .93 at 0.1

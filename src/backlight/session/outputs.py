@@ -1,0 +1,271 @@
+"""What a watch shows while it goes on: lines on standard error, a notebook's cell, the user's callback."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from backlight import clock
+from backlight.findings.evaluate import separate_hints
+from backlight.findings.losses import loss_labels
+from backlight.interrupts import is_interrupt, suppressed
+from backlight.monitor import Monitor, RunContext, StoredStep
+from backlight.notebook import notebook_shell
+from backlight.records import Finding
+from backlight.registry import RULES
+from backlight.session.run_directory import ended_run
+from backlight.standard_error import write_text
+from backlight.text import as_typed, count, printable, visible
+
+if TYPE_CHECKING:
+    from backlight.session.settings import Settings
+
+
+class CallbackMonitor(Monitor):
+    """Calls ``on_finding``; on rank 0 only. What it raises is reported once, and it is called again."""
+
+    name = "on_finding"
+    requested_by = None
+    records = "calls of on_finding"
+
+    def __init__(self, on_finding: Callable[[Finding], Any]) -> None:
+        self._on_finding = on_finding
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor where the user gave a callback."""
+        return None if settings.on_finding is None else cls(settings.on_finding)
+
+    def attach(self, run: RunContext) -> None:
+        """Remember where errors are reported."""
+        self._notifier = run.notifier
+
+    def on_new_findings(self, findings: Sequence[Finding]) -> None:
+        """Call it with each of them."""
+        for finding in findings:
+            try:
+                self._on_finding(finding)
+            except (Exception, SystemExit) as error:
+                if is_interrupt(error):
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+                self._notifier.warn(
+                    "on_finding", f"on_finding raised {reason}; it is called again with the next finding"
+                )
+
+
+MAX_LINES = 5
+"""Lines about findings within :data:`WINDOW_S` at most; what exceeds them is counted."""
+
+WINDOW_S = 60.0
+"""Seconds in which :data:`MAX_LINES` may be printed."""
+
+
+class PrintMonitor(Monitor):
+    """Prints one line for each rule that found something new; on rank 0 only.
+
+    The lines go to the standard error that was there when the watch was entered: where the script redirects
+    it later, it gets nothing that it did not write.
+    """
+
+    name = "print"
+    requested_by = None
+    records = "lines about new findings"
+
+    def __init__(self) -> None:
+        self._is_script = False
+        self._printed: deque[float] = deque()
+        self._left = 0
+        self._ended = False
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor unless nothing is to be printed, or the cell of a notebook shows it."""
+        return None if settings.quiet or notebook_shell() is not None else cls()
+
+    def check_process(self, *, is_script: bool) -> None:
+        """Remember whether a command runs the script."""
+        self._is_script = is_script
+
+    def attach(self, run: RunContext) -> None:
+        """Print where the run of a script is recorded."""
+        self._ended = False
+        self._stream, self._path = sys.stderr, run.path
+        if self._is_script and not run.rank and self._stream is not None:
+            path = visible(as_typed(run.path))
+            write_text(f"backlight: recording in {path}; live page: backlight open {path}\n", self._stream)
+
+    def detach(self, error: BaseException | None) -> None:
+        """Print nothing more: all findings are printed at the end."""
+        self._ended = True
+
+    def on_new_findings(self, findings: Sequence[Finding]) -> None:
+        """Print one line for each rule, the worst first, as long as there are not too many."""
+        if self._ended:
+            return
+        shown = [f for f in separate_hints(findings)[0] if not RULES[f.rule].logged]
+        for _, same in groupby(shown, key=lambda finding: (finding.severity, finding.rule)):
+            first, *others = same
+            if self._left or not self._has_room():
+                self._left += 1 + len(others)
+                continue
+            more = f", and {len(others)} more" if others else ""
+            self._print(f"{first.severity}: {visible(first.title)} ({visible(first.rule)}{more})")
+        self.on_flush()
+
+    def on_flush(self) -> None:
+        """Count what was not printed, once there is room for a line."""
+        if self._left and self._has_room(MAX_LINES + 1):
+            left, self._left = self._left, 0
+            self._print(f"and {count(left, 'more finding')}: backlight findings {visible(self._path)}")
+
+    def _has_room(self, most: int = MAX_LINES) -> bool:
+        while self._printed and self._printed[0] < clock.monotonic() - WINDOW_S:
+            self._printed.popleft()
+        return len(self._printed) < most
+
+    def _print(self, text: str) -> None:
+        self._printed.append(clock.monotonic())
+        print_line(text, self._stream)
+
+
+def print_line(text: str, stream: TextIO | None) -> None:
+    """Print a line above the progress bars of tqdm, and on a terminal never within a line of the script.
+
+    A stream that is closed or broken gets nothing.
+    """
+    if stream is None:  # a process without one, for which print would take standard output
+        return
+    line = printable(f"backlight: {text}")
+    bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    with suppressed():  # the script may have put anything there
+        if getattr(bars, "_instances", None):
+            bars.write(line, file=stream)
+            stream.flush()
+        else:
+            # The script may have printed a part of a line, which cannot be asked for.
+            write_text(f"\n{line}\n" if stream.isatty() else f"{line}\n", stream)
+
+
+PERIOD_S = 1.0
+"""Seconds between two updates of the cell at least."""
+
+
+class NotebookMonitor(Monitor):
+    """Shows the run below the cell that watches it; nothing is sent but display messages of the kernel."""
+
+    name = "notebook"
+    requested_by = None
+    records = "the live output of the cell"
+    order = 20  # at the end after the last new findings
+
+    @classmethod
+    def from_settings(cls, settings: Settings) -> Self | None:
+        """Return the monitor in a notebook, unless nothing is to be printed."""
+        return None if settings.quiet or notebook_shell() is None else cls()
+
+    def attach(self, run: RunContext) -> None:
+        """Show the run."""
+        self._run = run
+        self._scalars: dict[str, tuple[int, float]] = {}
+        self._findings: tuple[Finding, ...] = ()
+        self._state, self._shown = "running", clock.monotonic()
+        self._display: Any = None
+        self._cell, self._is_cleared, self._lacks = "", False, ""
+        if run.rank:
+            return
+        import IPython.display  # noqa: PLC0415 - imported by the notebook
+
+        make: Any = IPython.display.DisplayHandle
+        self._publisher = notebook_shell().display_pub
+        self._publisher.register_hook(self._follow)
+        self._display = make()
+        self._show()
+
+    def detach(self, error: BaseException | None) -> None:
+        """Note how the run ended."""
+        if isinstance(error, KeyboardInterrupt):
+            self._state = "interrupted"
+        elif error is not None:
+            self._state = f"failed with {type(error).__name__}"
+        else:
+            self._state = "finished"
+
+    def on_step_stored(self, step: StoredStep) -> None:
+        """Remember losses and norm of the newest step."""
+        self._scalars.pop("losses", None)
+        self.on_step_scalars(step.step, step.scalars)
+
+    def on_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Remember the losses of a step that is not recorded."""
+        for name, value in values.items():
+            if name in {"total_norm", "losses"} or name.partition("/")[0] == "loss":
+                self._scalars[name] = step, value
+
+    def on_flush(self) -> None:
+        """Update the cell, now and then."""
+        if clock.monotonic() - self._shown >= PERIOD_S:
+            self._update()
+
+    def on_new_findings(self, findings: Sequence[Finding]) -> None:
+        """Show new findings at once."""
+        self._findings = (*self._findings, *findings)
+        self._update()
+
+    def on_run_end(self, findings: Sequence[Finding], *, failed: bool) -> None:
+        """Show the result."""
+        from backlight.report.verdict import lacking  # noqa: PLC0415 - no script needs it
+
+        self._findings = tuple(findings)
+        self._lacks = lacking(ended_run(self._run.writer, failed=failed))
+        if self._is_cleared:
+            self._show()
+        self._update()
+        if self._display is not None:
+            self._publisher.unregister_hook(self._follow)
+
+    def _follow(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Show the run anew where the user's code has cleared its output, which drops all updates.
+
+        A front end may wait with clearing until the next output. That has to be one of the user's code.
+        """
+        kind, cell = message["header"]["msg_type"], message["parent_header"].get("msg_id", "")
+        if kind == "display_data":
+            if message["content"]["transient"].get("display_id") == self._display.display_id:
+                self._cell, self._is_cleared = cell, False
+            elif self._is_cleared and cell == self._cell:
+                with self._run.notifier.shield():
+                    self._show()
+        elif kind == "clear_output" and cell == self._cell:
+            self._is_cleared = True
+        return message
+
+    def _show(self) -> None:
+        self._display.display(self._content(), raw=True)
+
+    def _update(self) -> None:
+        self._shown = clock.monotonic()
+        if self._display is not None:
+            self._display.update(self._content(), raw=True)
+
+    def _content(self) -> dict[str, str]:
+        from backlight.report.notebook import live_cell  # noqa: PLC0415 - no script needs it
+
+        steps = max(self._run.clock.done, 0)
+        return live_cell(self._run.path, self._state, steps, self._figures(), self._findings, self._lacks)
+
+    def _figures(self) -> dict[str, tuple[int, float]]:
+        """Return losses and gradient norm by what they are called, each with its step."""
+        known = dict(self._scalars)
+        losses = known.pop("losses", None)
+        labels = {"loss": "loss" if losses is None else f"sum of {losses[1]:.0f} losses"}
+        own = [name for name in known if name.startswith("loss/")]
+        if len(own) > 1:
+            scope = self._run.scope
+            kinds = [type(optimizer).__name__ for optimizer in scope.optimizers()]
+            labels = dict(loss_labels(own, scope.table.records, kinds))
+        labels["total_norm"] = "gradient norm"
+        return {label: known[name] for name, label in labels.items() if name in known}
