@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Protocol
+
+
+class Command(Protocol):
+    """Fixture ``command``, which calls the command line in this process."""
+
+    def __call__(self, *arguments: Any) -> tuple[int, str, str]:
+        """Return exit code, standard output and standard error, including those of the script."""
 
 
 def strict_loads(text: str | bytes) -> Any:

@@ -1,13 +1,17 @@
 """One torch thread per worker, a fixed seed before every test, and a small heap to search."""
 
 import gc
+import importlib.abc
+import importlib.util
 import itertools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The flight recorder of torch 2.9 records nothing unless it is told how much; later ones record 2,000.
@@ -22,15 +26,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
-import torch
 
 from answers import closed, strict_loads
 
-torch.set_num_threads(1)
-# In a build for GPUs, fake tensors pretend to have some: autograd would start threads for them at its first
-# backward, after which torch runs none in a forked process. The simulated accelerator registers before that.
-if "SIMULATED_ACCELERATOR" not in os.environ:
-    torch.ones((), requires_grad=True).backward()
+
+class TorchSettings(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import hook that sets threads and seed where a test imports torch, which takes seconds: many do not."""
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        if name != "torch":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec("torch")
+        if spec is not None:
+            self.loader: Any = spec.loader
+            spec.loader = self
+        return spec
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self.loader  # which also reads the files of the package
+        self.loader.exec_module(module)
+        module.set_num_threads(1)
+        module.manual_seed(0)
+        # In a build for GPUs, fake tensors pretend to have some: autograd would start threads for them at its
+        # first backward, after which torch runs none in a forked process. The simulated accelerator registers
+        # before that.
+        if "SIMULATED_ACCELERATOR" not in os.environ:
+            module.ones((), requires_grad=True).backward()
+
+
+sys.meta_path.insert(0, TorchSettings())
 
 SCRIPTS = {"check", "nan", "profile", "why-no-grad"}
 """Commands in which an option behind ``train.py`` belongs to the script."""
@@ -38,7 +63,8 @@ SCRIPTS = {"check", "nan", "profile", "why-no-grad"}
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    torch.manual_seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture

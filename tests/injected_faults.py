@@ -26,8 +26,7 @@ from backlight.records import Evidence, Finding, Made, ParameterRecord, Severity
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 from grokking_runs import write_grokking_run
-from health_runs import write_synthetic
-from monitors.steptime.rules.conftest import write as write_steptime
+from run_builder import build_health_run, build_steptime_run
 
 Fault = Callable[[Path], Run]
 GIB = 2**30
@@ -53,7 +52,7 @@ BLOCK = {"name": "blocks.0", "calls": 1.0, "forward_ms": 5.0, "backward_ms": 10.
 
 
 def health(rms: Any, **more: Any) -> Fault:
-    return lambda path: write_synthetic(path, rms, **more)
+    return lambda path: build_health_run(path, rms, **more)
 
 
 KEPT = {
@@ -78,7 +77,7 @@ GATHERED = {
 
 
 def steptime(phases: Any = None, **more: Any) -> Fault:
-    return lambda path: write_steptime(path, phases, **more)
+    return lambda path: build_steptime_run(path, phases, **more)
 
 
 def stall(path: Path) -> Run:

@@ -226,3 +226,34 @@ def test_files_named_in_the_architecture_page_exist() -> None:
     named = re.findall(r"`((?:src|tests|bench)/[^`\s]+)`", (root / "docs" / "architecture.md").read_text())
     assert len(named) > 10
     assert [name for name in named if not (root / name).exists()] == []
+
+
+def imported_modules(tree: ast.AST) -> Iterator[str]:
+    """Yield the dotted names that a file imports, and those of members that may be modules."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(aliases):
+                yield from (alias.name for alias in aliases)
+            case ast.ImportFrom(module, aliases):
+                yield module or ""
+                yield from (f"{module}.{alias.name}" for alias in aliases)
+
+
+def test_no_test_module_imports_another() -> None:
+    root = Path(__file__).parent
+    tests = {path.stem for path in root.rglob("test_*.py")} | {"conftest"}
+    importing = {
+        f"{path.relative_to(root)}: {name}"
+        for path in root.rglob("*.py")
+        for name in imported_modules(ast.parse(path.read_text(encoding="utf-8")))
+        if name.rpartition(".")[2] in tests and not name.startswith("backlight.")
+    }
+    assert importing == set()
+
+
+def test_conftest_does_not_import_torch() -> None:
+    tree = ast.parse((Path(__file__).parent / "conftest.py").read_text(encoding="utf-8"))
+    imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {name.split(".")[0] for node in imports for name in imported_modules(node)}
+    assert "pytest" in names
+    assert names.isdisjoint({"torch", "backlight"})

@@ -20,7 +20,7 @@ from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, write_piece
 from backlight.store.platform import atomic_json
 from backlight.store.read.run import open_run
 from backlight.store.write.database import RankDatabase
-from backlight.store.write.writer import RunWriter
+from run_builder import build_run
 
 
 def stack() -> Stack:
@@ -29,9 +29,7 @@ def stack() -> Stack:
 
 
 def run(path: Path) -> Path:
-    with RunWriter.create(path.with_name("run")) as writer:
-        writer.scalar(0, "loss", 1.0)
-    return path.with_name("run")
+    return build_run(path.with_name("run"), scalars={"loss": [1.0]}).path
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {

@@ -20,6 +20,7 @@ from backlight.store.format.schema import TABLES
 from backlight.store.read.run import open_run
 from backlight.store.write.database import PAGE_BYTES
 from backlight.store.write.writer import RunWriter
+from run_builder import build_run
 
 MAX_BYTES = 500 * 2**20
 MAX_CPU_S = 5.0
@@ -146,11 +147,10 @@ def test_flight_recorder_dump_with_many_groups_of_one_list(tmp_path: Path) -> No
 
 def test_damaged_database_of_360_kb(tmp_path: Path) -> None:
     """Only the last page of each table can be read, so that halving the rest finds no end."""
-    with RunWriter.create(tmp_path / "run") as writer:
-        for step in range(3000):
-            writer.event(step, "mark", {})
-            for name in ("a", "b", "c"):
-                writer.scalar(step, name, float(step))
+    build_run(
+        tmp_path / "run", events=[(step, "mark", {}) for step in range(3000)],
+        scalars={step: dict.fromkeys("abc", float(step)) for step in range(3000)},
+    )  # fmt: skip
     path = tmp_path / "run/attempt-000/rank-00000.db"
     data = bytearray(path.read_bytes())
     assert 360_000 < len(data) < 800_000

@@ -8,7 +8,6 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import backlight
@@ -16,10 +15,9 @@ from backlight.cli.doctor import EXTRAS
 from backlight.findings.limits import Limits
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import Rule
-from backlight.series import GRADIENT
 from backlight.session.settings import Settings
-from backlight.store.read.run import Run, open_run
-from backlight.store.write.writer import RunWriter
+from backlight.store.read.run import Run
+from run_builder import build_run, gradient_row
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -80,14 +78,9 @@ def test_rule_example_runs(tmp_path: Path) -> None:
 def _run(path: Path, norm: float) -> Run:
     from backlight.records import ParameterRecord
 
-    writer = RunWriter.create(path, monitors=("health",))
-    table = writer.parameter_table((ParameterRecord("weight", (2,), "float32", "cpu", 2),))
-    floats = np.array([[norm, norm, norm]])
-    integers = np.array([[1, 2, 0, 0, 0]])
-    assert floats.shape[1] == len(GRADIENT.floats)
-    writer.append("gradient", 0, table, floats, integers)
-    writer.close()
-    return open_run(path)
+    table = [ParameterRecord("weight", (2,), "float32", "cpu", 2)]
+    series = {"gradient": {0: gradient_row(table, norm)}}
+    return build_run(path, monitors=("health",), table=table, series=series)
 
 
 def test_documented_thresholds_exist(tmp_path: Path) -> None:

@@ -19,13 +19,12 @@ import backlight
 from backlight import registry
 from backlight.findings.evaluate import RuleFailedWarning, evaluate_rules
 from backlight.monitor import MONITORS, Monitor
-from backlight.records import ParameterRecord
 from backlight.registry import RULES, DuplicateNameError, PlugIn, PlugInWarning, Registry, Rule
 from backlight.report.page import rendered
 from backlight.report.panel import PANELS, Drawn, Failed, Panel, PanelWarning
 from backlight.report.source import Source
 from backlight.store.read.run import open_run
-from backlight.store.write.writer import RunWriter
+from run_builder import build_run, parameter
 
 NUMBERS = itertools.count()
 RULE = "from backlight.registry import Rule\nmade = lambda name: Rule(name, 'health', 1, lambda run, t: ())\n"
@@ -277,19 +276,13 @@ def test_third_party_monitor_that_cannot_be_built_is_skipped(
     assert len(open_run(tmp_path / "unmade").frame("gradient", "norm").steps) == 4
 
 
-def write(path: Path) -> None:
-    writer = RunWriter.create(path, monitors=("health",))
-    writer.parameter_table((ParameterRecord("weight", (2,), "float32", "cpu", 2),))
-    writer.close()
-
-
 def test_raising_plug_in_rule_is_reported_with_its_distribution(
     tmp_path: Path, add_third_party: Callable[..., None]
 ) -> None:
     def broken(*_: Any) -> Iterator[Any]:
         raise ZeroDivisionError("rule")
 
-    write(tmp_path / "run")
+    build_run(tmp_path / "run", monitors=("health",), table=[parameter("weight")])
     add_third_party(RULES, Rule("zebra", "health", 1, broken))
     with pytest.warns(RuleFailedWarning, match=r"rule 'zebra' .* which acme-tools 1\.2 adds, failed"):
         evaluate_rules(open_run(tmp_path / "run"))
@@ -304,7 +297,7 @@ def test_failing_plug_in_panel_is_replaced_by_a_reason(
             raise shown
         return shown
 
-    write(tmp_path / "run")
+    build_run(tmp_path / "run", monitors=("health",), table=[parameter("weight")])
     add_third_party(PANELS, Panel("zebra", "Stripes", 1, (), render, monitor="health"))
     message = r"Panel 'zebra' could not be drawn: the plug-in 'acme' of acme-tools 1\.2 failed"
     with pytest.warns(PanelWarning, match=message) as caught:

@@ -14,8 +14,8 @@ from rich.text import Text
 
 import backlight
 from backlight.store.export.files import write_rows
-from backlight.store.write.writer import RunWriter
 from backlight.terminal import make_console, write
+from run_builder import build_run
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\u202egpj\x9b31m\rover"
 SHOWN = r"\x1b]0;owned\x07\x1b[2J\u202egpj\x9b31m\rover"
@@ -54,11 +54,9 @@ def test_there_is_no_other_way_to_the_terminal() -> None:
 
 @pytest.fixture
 def hostile_run(tmp_path: Path) -> Path:
-    with RunWriter.create(tmp_path / "run", name=HOSTILE) as writer:
-        writer.scalar(0, HOSTILE, 1.0)
-        writer.scalar(0, "=1+1", -2.5)
-        writer.event(0, HOSTILE, {HOSTILE: HOSTILE})
-    return tmp_path / "run"
+    events = [(0, HOSTILE, {HOSTILE: HOSTILE})]
+    scalars = {HOSTILE: [1.0], "=1+1": [-2.5]}
+    return build_run(tmp_path / "run", name=HOSTILE, scalars=scalars, events=events).path
 
 
 @pytest.mark.parametrize(

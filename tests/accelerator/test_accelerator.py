@@ -3,28 +3,17 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from packaging.version import Version
+from simulation_needs import NEEDS_SIMULATION
 
 HERE = Path(__file__).parent
 FILES = sorted(path.name for path in (HERE / "on_device").glob("test_*.py"))
 
-pytestmark = [
-    pytest.mark.skipif(
-        shutil.which(os.environ.get("CXX", "g++")) is None or sys.platform != "linux",
-        reason="the simulated accelerator needs Linux and a C++ compiler (g++, or CXX)",
-    ),
-    pytest.mark.skipif(
-        Version(torch.__version__) < Version("2.12"),
-        reason="the simulated accelerator has functions that no back-end of torch 2.11 has",
-    ),
-]
+pytestmark = NEEDS_SIMULATION
 
 
 def run(*arguments: str) -> None:

@@ -8,12 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_accelerator import pytestmark  # noqa: F401 - where the simulated accelerator can be built
+from simulation_needs import NEEDS_SIMULATION
 
 from bare_environment import bare_environment, gpu_bench
 
 ROOT = Path(__file__).parents[2]
 GPU = gpu_bench()
+
+pytestmark = NEEDS_SIMULATION
 
 LEFT_OUT = {
     "graph_capture.py": ["reduce-overhead: not run: Inductor has no back-end for sim"],

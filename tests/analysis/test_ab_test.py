@@ -13,7 +13,7 @@ import pytest
 
 from backlight.analysis import ab_test
 from backlight.analysis.ab_test import ABTestError, run_ab_test
-from monitors.steptime.rules.conftest import write
+from run_builder import build_steptime_run
 
 TRAIN = """
 import sys, torch
@@ -43,7 +43,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         order.append(out.name)
         slowdown = 1.0 + 0.5 * (int(out.name[-1]) % 3)
         slower = 1.05 if out.name.startswith("b") else 1.0
-        write(
+        build_steptime_run(
             out,
             {"backward": 0.03 * slowdown * slower, "other": 0.02 * slowdown},
             steps=steps,
@@ -77,7 +77,9 @@ def test_a_run_that_is_never_steady_costs_no_other(monkeypatch: pytest.MonkeyPat
         growing = {(step, "backward"): 0.03 * 1.1 ** (step - 15) for step in range(steps)}
         slower = 2.0 if out.name.startswith("b") else 1.0
         changes = growing if out.name == "a-1" else None
-        write(out, {"backward": 0.03 * slower}, steps=steps, changes=changes, seed=int(out.name[-1]))
+        build_steptime_run(
+            out, {"backward": 0.03 * slower}, steps=steps, changes=changes, seed=int(out.name[-1])
+        )
 
     monkeypatch.setattr(ab_test, "_run", run)
     result = run_ab_test(("train.py", "python train.py --slow"), rounds=5, steps=20, limit=9)
@@ -86,7 +88,7 @@ def test_a_run_that_is_never_steady_costs_no_other(monkeypatch: pytest.MonkeyPat
     assert result.times.rows[0].low <= 2.0 <= result.times.rows[0].high
     with pytest.raises(ABTestError, match=r"10 steps are too few to find a steady part.*raise --steps"):
         run_ab_test(("train.py", "python train.py --slow"), rounds=5, steps=10, limit=9)
-    out = write(tmp_path / "short", {"backward": 0.03}, steps=5).path
+    out = build_steptime_run(tmp_path / "short", {"backward": 0.03}, steps=5).path
     with pytest.raises(ABTestError, match=r"5 steps are too few.*ended before 30 steps: let it train longer"):
         ab_test._medians("train.py", out, 30)
 

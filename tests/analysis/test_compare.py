@@ -25,10 +25,8 @@ from backlight.analysis.report import source_of
 from backlight.records import Finding, Fingerprint, Severity, Subject
 from backlight.report.overlay_curves import curve_panels
 from backlight.store.read.run import Run, open_run
-from backlight.store.write.writer import RunWriter
-from health_runs import parameter as parameter_record
-from health_runs import write_synthetic
-from monitors.steptime.rules.conftest import write as write_times
+from run_builder import build_health_run, build_run, build_steptime_run
+from run_builder import parameter as parameter_record
 
 PRINT = Fingerprint(
     script="train.py",
@@ -60,11 +58,6 @@ def write(
     untrained: str = "",
     groups: int = 1,
 ) -> Run:
-    writer = RunWriter.create(path, name=path.name, monitors=("health",))
-    if fingerprint is not None:
-        writer.fingerprint(fingerprint)
-    for step in steps:
-        writer.scalar(step, "accuracy", step / 60, source="user")
     rms = np.random.default_rng(seed).lognormal(0, 0.1, (len(steps), 2)) * [factor, 1.0]
     gradients = dict(zip(("first.w", "last.w"), rms.T, strict=True))
     scalars = {
@@ -76,9 +69,11 @@ def write(
     }
     updates = {name: values * 0.01 for name, values in gradients.items()}
     extra = [parameter_record(untrained)] if untrained else []
-    return write_synthetic(
-        path, gradients, steps=steps, update=updates, scalars=scalars, writer=writer, extra=extra
-    )
+    user = {"accuracy": {step: step / 60 for step in steps}}
+    return build_health_run(
+        path, gradients, steps=steps, update=updates, scalars=scalars, user=user, extra=extra, name=path.name,
+        fingerprint=fingerprint,
+    )  # fmt: skip
 
 
 def changed(**fields: Any) -> Fingerprint:
@@ -243,9 +238,8 @@ def test_paths_host_and_backlight_version_are_notes(tmp_path: Path) -> None:
 
 
 def test_unrelated_runs_are_said_at_the_top(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "b", name="b", monitors=("health",))
-    writer.fingerprint(changed(script="other.py", module_hash="x", modules=(("", "CNN"),)))
-    other = write_synthetic(tmp_path / "b", {"conv.w": np.ones(60)}, writer=writer)
+    fingerprint = changed(script="other.py", module_hash="x", modules=(("", "CNN"),))
+    other = build_health_run(tmp_path / "b", {"conv.w": np.ones(60)}, name="b", fingerprint=fingerprint)
     found = compare((write(tmp_path / "a"), other))
     assert found.headline.startswith("Unrelated training runs: their scripts differ")
 
@@ -273,11 +267,7 @@ def finding(parameter: str) -> Finding:
 
 def test_findings_name_their_runs(tmp_path: Path) -> None:
     def store(name: str, *monitors: str, parameters: tuple[str, ...]) -> Run:
-        writer = RunWriter.create(tmp_path / name, name=name, monitors=monitors)
-        for parameter in parameters:
-            writer.finding(finding(parameter))
-        writer.close()
-        return open_run(tmp_path / name)
+        return build_run(tmp_path / name, name=name, monitors=monitors, findings=map(finding, parameters))
 
     a = store("a", "health", parameters=("x", "y"))
     b, c = store("b", "health", parameters=("y",)), store("c", "spectra", parameters=())
@@ -288,7 +278,7 @@ def test_findings_name_their_runs(tmp_path: Path) -> None:
 def test_repeats_are_equal_runs_of_the_directory(tmp_path: Path) -> None:
     def run(name: str, level: float, *options: str) -> Run:
         fingerprint = changed(arguments=(*PRINT.arguments, *options))
-        return write_times(tmp_path / name, {"backward": level}, fingerprint=fingerprint)
+        return build_steptime_run(tmp_path / name, {"backward": level}, fingerprint=fingerprint)
 
     a, b = run("a", 0.1), run("b", 0.2, "--fused")
     run("c", 0.11), run("d", 0.12, "--seed", "1"), run("e", 0.13, "--layers", "9"), run("f", 0.21, "--fused")

@@ -20,8 +20,7 @@ from mcp.client.stdio import StdioServerParameters
 
 from backlight.analysis.mcp_server import MAX_BYTES, build_server
 from backlight.records import Evidence, Finding, Severity, Subject
-from backlight.store.write.writer import RunWriter
-from health_runs import write_synthetic
+from run_builder import build_health_run
 
 Call = Callable[..., dict[str, Any]]
 
@@ -34,17 +33,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     loss = [float(np.exp(-step / 50)) for step in range(200)]
     rms = {"first.weight": [1.0] * 200, HOSTILE: [1.0] * 200}
     gap = dict.fromkeys(range(100), float("nan")) | dict.fromkeys(range(100, 200), float("inf"))
-    write_synthetic(folder / "sound", rms, scalars={"loss": dict(enumerate(loss)), "gap": gap})
-    writer = RunWriter.create(folder / "many", name="many", monitors=("health",))
-    for step in range(60):
-        writer.finding(
-            Finding(
-                severity=Severity.ERROR if step == 0 else Severity.WARNING, rule="spike", monitor="health",
-                title=f"{HOSTILE} {step}", detail="x" * 200, subject=Subject(parameter=f"p{step}", step=step),
-                evidence=(Evidence("scalars/loss", step, float("inf")),), fix="fix", refuted_if="never",
-            )
-        )  # fmt: skip
-    write_synthetic(folder / "many", rms, writer=writer, scalars={"loss": dict(enumerate(loss))})
+    build_health_run(folder / "sound", rms, scalars={"loss": dict(enumerate(loss)), "gap": gap})
+    findings = [
+        Finding(
+            severity=Severity.ERROR if step == 0 else Severity.WARNING, rule="spike", monitor="health",
+            title=f"{HOSTILE} {step}", detail="x" * 200, subject=Subject(parameter=f"p{step}", step=step),
+            evidence=(Evidence("scalars/loss", step, float("inf")),), fix="fix", refuted_if="never",
+        )
+        for step in range(60)
+    ]  # fmt: skip
+    build_health_run(folder / "many", rms, findings=findings, name="many", scalars={"loss": loss})
     (folder / "linked").symlink_to(folder / "sound")
     return folder
 

@@ -12,18 +12,15 @@ import pytest
 
 from backlight.analysis import compare
 from backlight.analysis.compare import compare_kinds
-from backlight.store.read.run import Run, open_run
-from backlight.store.write.writer import RunWriter
+from backlight.store.read.run import Run
+from run_builder import build_run
 
 
 def profiled(path: Path, steps: int, trace: bytes | None = None, **milliseconds: float) -> Run:
-    writer = RunWriter.create(path, monitors=("steptime",))
     kinds = [{"name": name, "host_ms": value, "device_ms": 0.0} for name, value in milliseconds.items()]
-    writer.evidence("profile.json", json.dumps({"traced_steps": steps, "kinds": kinds}))
-    if trace is not None:
-        writer.evidence("trace.json.gz", trace)
-    writer.close()
-    return open_run(path)
+    files = {"profile.json": {"traced_steps": steps, "kinds": kinds}}
+    files |= {} if trace is None else {"trace.json.gz": trace}
+    return build_run(path, monitors=("steptime",), evidence=files)
 
 
 def test_few_steps_give_averages_without_interval(tmp_path: Path) -> None:
@@ -38,9 +35,7 @@ def test_few_steps_give_averages_without_interval(tmp_path: Path) -> None:
 
 def test_missing_profile_or_trace_is_reported(tmp_path: Path) -> None:
     one = profiled(tmp_path / "a", 6, matmul=4.0)
-    bare = RunWriter.create(tmp_path / "b", monitors=("steptime",))
-    bare.close()
-    assert compare_kinds(one, open_run(tmp_path / "b")) is None
+    assert compare_kinds(one, build_run(tmp_path / "b", monitors=("steptime",))) is None
     found = compare_kinds(one, profiled(tmp_path / "c", 6, matmul=4.0))
     assert "a trace is not there" in found.trouble[0]
 

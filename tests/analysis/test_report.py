@@ -14,6 +14,7 @@ from backlight.records import Evidence, Finding, Fingerprint, Made, RunStatus, S
 from backlight.store.errors import RunFormatError
 from backlight.store.write.watchdog import WatchdogWriter
 from backlight.store.write.writer import RunWriter
+from run_builder import build_run
 
 DUMP = (
     "taken by py-spy\n\nThread 0x1 MainThread (most recent call first)\n  at ops.py:22 in <b>backward</b>\n"
@@ -24,38 +25,28 @@ DENIED = "py-spy: Permission denied (os error 13)"
 @pytest.fixture
 def stalled(tmp_path: Path) -> Path:
     path = tmp_path / "run"
-    writer = RunWriter.create(path, name="stalled", monitors=("stalls",), script="train.py")
-    writer.fingerprint(
-        Fingerprint(
-            script="train.py",
-            arguments=("--lr", "3"),
-            versions={"torch": "2.13.0"},
-            device="cpu",
-            host="node-7",
-        )
+
+    def record_stall(_: RunWriter) -> None:
+        watchdog = WatchdogWriter(path, path / "attempt-000")
+        cited = watchdog.evidence("stall-rank-00000.txt", DUMP)
+        claim = {"verdict": "BLOCKED", "claim": "BLOCKED: x", "not_collected": {"0": [DENIED]}, "rank": 0}
+        watchdog.event(4, "stall", claim)
+        watchdog.finding(
+            Finding(
+                rule="stall", severity=Severity.ERROR, title="BLOCKED: the main thread waits",
+                detail="CPU 0 %; 12 s", subject=Subject(step=4, rank=0, verdict="BLOCKED"),
+                evidence=(Evidence(cited, step=4),), fix="look", refuted_if="it moves", made=Made.LIVE,
+            )
+        )  # fmt: skip
+        watchdog.close()
+
+    fingerprint = Fingerprint(
+        script="train.py", arguments=("--lr", "3"), versions={"torch": "2.13.0"}, device="cpu", host="node-7"
     )
-    writer.scalar(0, "loss", 1.0)
-    watchdog = WatchdogWriter(path, path / "attempt-000")
-    cited = watchdog.evidence("stall-rank-00000.txt", DUMP)
-    watchdog.event(
-        4, "stall", {"verdict": "BLOCKED", "claim": "BLOCKED: x", "not_collected": {"0": [DENIED]}, "rank": 0}
-    )
-    watchdog.finding(
-        Finding(
-            rule="stall",
-            severity=Severity.ERROR,
-            title="BLOCKED: the main thread waits",
-            detail="CPU 0 %; 12 s",
-            subject=Subject(step=4, rank=0, verdict="BLOCKED"),
-            evidence=(Evidence(cited, step=4),),
-            fix="look",
-            refuted_if="it moves",
-            made=Made.LIVE,
-        )
-    )
-    watchdog.close()
-    writer.close(RunStatus.FAILED)
-    return path
+    return build_run(
+        path, name="stalled", monitors=("stalls",), script="train.py", fingerprint=fingerprint,
+        scalars={"loss": [1.0]}, write=record_stall, status=RunStatus.FAILED,
+    ).path  # fmt: skip
 
 
 def test_markdown_has_evidence_environment_and_missing_evidence(stalled: Path, tmp_path: Path) -> None:
@@ -77,9 +68,7 @@ def test_page_shows_and_links_stack_dump(stalled: Path, tmp_path: Path) -> None:
 
 
 def test_run_without_stall_has_no_missing_evidence_section(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", monitors=("stalls",))
-    writer.scalar(0, "loss", 1.0)
-    writer.close(RunStatus.FINISHED)
+    build_run(tmp_path / "run", monitors=("stalls",), scalars={"loss": [1.0]})
     assert "could not be collected" not in write_markdown(tmp_path / "run", tmp_path / "a.md").read_text()
 
 

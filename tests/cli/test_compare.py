@@ -13,7 +13,7 @@ import backlight
 from backlight.cli.console import FACTS
 from backlight.records import Fingerprint
 from cases import build, loop
-from monitors.steptime.rules.conftest import write as write_times
+from run_builder import build_steptime_run
 
 TRAIN = """
 import torch
@@ -79,7 +79,7 @@ def test_changed_option_is_shown_side_by_side(console_script: Console, folder: P
 def test_slower_run_is_claimed_and_an_equal_one_is_not(console_script: Console, tmp_path: Path) -> None:
     for seed, (name, factor) in enumerate([("a", 1.0), ("slow", 1.3), ("equal", 1.0)]):
         phases = {"backward": 0.02 * factor, "optimizer": 0.005}
-        write_times(tmp_path / name, phases, fingerprint=Fingerprint(script="train.py"), seed=seed)
+        build_steptime_run(tmp_path / name, phases, fingerprint=Fingerprint(script="train.py"), seed=seed)
     pair = console_script(tmp_path, "compare", "a", "slow").stdout
     assert "Step time: B is slower than A. B÷A is 1.2" in pair
     assert "phases that differ: backward 1." in pair

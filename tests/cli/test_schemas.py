@@ -15,8 +15,7 @@ from answer_schemas import ANSWERS, file_name, schema_of
 from answers import strict_loads
 from backlight.analysis.report import write_bundle
 from backlight.records import Evidence, Finding, Severity, Subject
-from backlight.store.write.writer import RunWriter
-from health_runs import write_synthetic
+from run_builder import build_health_run
 
 FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
 
@@ -74,17 +73,14 @@ def test_doctor_and_an_empty_list(command: Callable[..., tuple[int, str, str]], 
 def diverged(tmp_path: Path) -> Path:
     """Return a run whose loss, event and evidence are not finite."""
     path, infinite = tmp_path / "runs" / "diverged", float("inf")
-    writer = RunWriter.create(path, monitors=("health",))
-    writer.finding(
-        Finding(
-            severity=Severity.ERROR, rule="spike", monitor="health", title="loss", detail="", fix="",
-            subject=Subject(), evidence=(Evidence("scalars/loss", 1, -infinite),), refuted_if="",
-        )
+    finding = Finding(
+        severity=Severity.ERROR, rule="spike", monitor="health", title="loss", detail="", fix="",
+        subject=Subject(), evidence=(Evidence("scalars/loss", 1, -infinite),), refuted_if="",
     )  # fmt: skip
-    events = [(1, "skipped", {"scale": infinite})]
-    write_synthetic(
-        path, {"a": [1.0, 1.0]}, writer=writer, scalars={"loss": [1.0, float("nan")]}, events=events
-    )
+    build_health_run(
+        path, {"a": [1.0, 1.0]}, findings=[finding], scalars={"loss": [1.0, float("nan")]},
+        events=[(1, "skipped", {"scale": infinite})],
+    )  # fmt: skip
     return path
 
 

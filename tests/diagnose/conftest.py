@@ -3,16 +3,10 @@
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
-
-class Command(Protocol):
-    """Function that runs a command in this process."""
-
-    def __call__(self, *arguments: str) -> tuple[int, str, str]:
-        """Return exit code, standard output and standard error, including those of the script."""
+from answers import Command
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import torch
 
 import backlight
 from exits import interrupted
-from exits.test_programs import CONSOLE_SCRIPT, OWN_LINES
+from exits.programs import CONSOLE_SCRIPT, OWN_LINES
 
 PLAIN = [sys.executable]
 WATCHED = [CONSOLE_SCRIPT, "run", "--out", "run"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import backlight
-from exits.programs import ANY, Program
+from exits.programs import ANY, CONSOLE_SCRIPT, OWN_LINES, Program
 from exits.programs.endings import ENDINGS
 from exits.programs.interpreter import INTERPRETER
 from exits.programs.signals import SIGNALS
@@ -25,13 +25,6 @@ from exits.programs.torch_features import TORCH
 PROGRAMS = {**ENDINGS, **SIGNALS, **THREADS, **PROCESSES, **STREAMS, **INTERPRETER, **TORCH}
 MODULE = Path(__file__).parent / "programs" / "training.py"
 START = "from training import *\n"
-CONSOLE_SCRIPT = Path(sys.executable).with_name("backlight")
-
-OWN_LINES = re.compile(
-    r"^backlight: .*\n|^\S*run\n(?:.*\n)*?next: backlight report .*run\n", flags=re.MULTILINE
-)
-"""What backlight prints: lines of its own, and the summary."""
-
 
 OWN_FRAMES = re.compile(r'^  File "[^"]*/src/backlight/.*\n(?:    .*\n)*', flags=re.MULTILINE)
 """Frames of backlight between those of the script and those of PyTorch, which tracebacks show."""

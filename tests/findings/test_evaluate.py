@@ -22,26 +22,19 @@ from backlight.findings.evaluate import (
 from backlight.findings.limits import ThresholdError
 from backlight.records import Finding, FindingKind, Made, ParameterRecord, Severity, Subject
 from backlight.registry import RULES, Rule
-from backlight.store.read.run import Run, open_run
-from backlight.store.write.writer import RunWriter
-from health_runs import write_synthetic
+from backlight.store.read.run import Run
+from run_builder import build_health_run, build_run
 
 
 def write(
     path: Path, *, stored: tuple[Finding, ...] = (), steps: int = 30, dead: bool = True, **more: Any
 ) -> Run:
     more = {"monitors": ("health",), **more}
-    writer = RunWriter.create(path, name="evaluated", **more)
     records = tuple(ParameterRecord(n, (4, 4), "float32", "cpu", 16, group="0/0") for n in ("alive", "dead"))
-    table = writer.parameter_table(records)
-    for step in range(steps):
-        floats = np.array([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0] if dead else [1.0, 1.0, 0.0]])
-        ints = np.array([[1, 16, 0, 0, 0], [1, 16, 16 if dead else 0, 0, 0]])
-        writer.append("gradient", step, table, floats, ints)
-    for finding in stored:
-        writer.finding(finding)
-    writer.close()
-    return open_run(path)
+    floats = np.array([[1.0, 1.0, 0.0], [0.0, 0.0, 0.0] if dead else [1.0, 1.0, 0.0]])
+    ints = np.array([[1, 16, 0, 0, 0], [1, 16, 16 if dead else 0, 0, 0]])
+    series = {"gradient": dict.fromkeys(range(steps), (floats, ints))}
+    return build_run(path, name="evaluated", table=records, series=series, findings=stored, **more)
 
 
 def finding(
@@ -126,7 +119,7 @@ def test_rules_mark_their_findings_as_facts_statistics_or_hints(tmp_path: Path) 
     (fact,) = evaluate_rules(write(tmp_path / "run"))
     assert fact.kind is FindingKind.FACT
     (statistic,) = evaluate_rules(
-        write_synthetic(tmp_path / "vanishing", {"a.weight": [1e-12] * 30, "b.weight": [1e-3] * 30})
+        build_health_run(tmp_path / "vanishing", {"a.weight": [1e-12] * 30, "b.weight": [1e-3] * 30})
     )
     assert (statistic.rule, statistic.kind) == ("vanishing", FindingKind.STATISTIC)
     hint = finding("spike", severity=Severity.INFO)
@@ -193,13 +186,11 @@ def test_new_finding_replaces_stored_one_of_the_same_subject(tmp_path: Path) -> 
 
 
 def test_findings_of_one_subject_are_matched_by_step(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", name="spikes", monitors=("health",))
-    random = np.random.default_rng(0)
-    for step in range(200):
-        writer.scalar(step, "loss", float(random.lognormal(0, 0.05) * (30 if step in {100, 150} else 1)))
-    writer.finding(finding("spike", step=100))
-    writer.close()
-    found = {f.subject.step: f.made for f in findings_of(open_run(tmp_path / "run"))}
+    loss = np.random.default_rng(0).lognormal(0, 0.05, 200)
+    loss[[100, 150]] *= 30
+    stored = [finding("spike", step=100)]
+    run = build_run(tmp_path / "run", monitors=("health",), scalars={"loss": loss}, findings=stored)
+    found = {f.subject.step: f.made for f in findings_of(run)}
     assert found == {100: Made.LIVE, 150: Made.READER}
 
 

@@ -16,8 +16,7 @@ from backlight.records import Evidence, Finding, Fingerprint, Severity, Subject
 from backlight.report.annotations import render_annotations
 from backlight.store.platform import atomic_json
 from backlight.store.read.run import Run
-from backlight.store.write.writer import RunWriter
-from health_runs import write_synthetic
+from run_builder import build_health_run
 
 HOSTILE = "a,b:c\r\n::error::%<&\x1b[31m"
 
@@ -39,7 +38,7 @@ FINDINGS = [
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return write_synthetic(tmp_path / "run", {"first.weight": [1.0, 1.0, 1.0]})
+    return build_health_run(tmp_path / "run", {"first.weight": [1.0, 1.0, 1.0]})
 
 
 def render(kind: str, run: Run, findings: list[Finding] = FINDINGS, fail_on: str = "error") -> str:
@@ -79,9 +78,8 @@ def test_hint_is_annotated_only_where_it_fails_and_is_escaped(run: Run) -> None:
     [("src/train.py", "src/train.py"), ("/usr/lib/python3/site-packages/pytest/__main__.py", None)],
 )
 def test_a_finding_without_a_line_is_at_the_script(script: str, file: str | None, tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", name="run", script=script, monitors=("health",))
-    writer.fingerprint(Fingerprint(script=script))
-    run = write_synthetic(tmp_path / "run", {"first.weight": [1.0]}, writer=writer)
+    about = Fingerprint(script=script)
+    run = build_health_run(tmp_path / "run", {"first.weight": [1.0]}, script=script, fingerprint=about)
     assert workflow_commands(render("github", run))[1][1].get("file") == file
 
 
@@ -108,7 +106,7 @@ def test_junit_has_a_case_per_rule_and_skips_what_was_not_measured(run: Run) -> 
 
 
 def test_junit_of_a_run_without_measurements_passes_nothing(tmp_path: Path) -> None:
-    empty = write_synthetic(tmp_path / "empty", {})
+    empty = build_health_run(tmp_path / "empty", {})
     suite = ET.fromstring(render("junit", empty, [])).find("testsuite")
     assert suite is not None
     assert suite.get("skipped") == suite.get("tests") != "0"

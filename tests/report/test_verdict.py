@@ -16,7 +16,7 @@ from backlight.report.source import APART, Source
 from backlight.report.verdict import hints_line, outcome
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
-from health_runs import write_synthetic
+from run_builder import build_health_run
 
 
 def writers_of(tmp_path: Path, ranks: int) -> list[RunWriter]:
@@ -56,9 +56,9 @@ def test_sentence_on_what_was_measured_is_literally_true(tmp_path: Path) -> None
     nan = float("nan")
     rms = {"a": [1e-2] * 40, "b": [1e-2, 1e-2, nan, nan] * 10}
     alternating = {f"lr/{n}/0": {step: 0.1 for step in range(n, 40, 2)} for n in (0, 1)}
-    detail = outcome(Source(write_synthetic(tmp_path / "late", rms))).detail
+    detail = outcome(Source(build_health_run(tmp_path / "late", rms))).detail
     assert detail.startswith("Gradients of all 2 parameters were measured at 20 to 40 of 40 steps.")
-    detail = outcome(Source(write_synthetic(tmp_path / "gan", {"a": rms["a"]}, scalars=alternating))).detail
+    detail = outcome(Source(build_health_run(tmp_path / "gan", {"a": rms["a"]}, scalars=alternating))).detail
     assert detail.startswith("Gradients of all 1 parameters were measured at all 40 optimizer steps.")
 
 

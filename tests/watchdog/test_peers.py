@@ -21,7 +21,6 @@ from backlight.records import DiagnosisKind, Phase
 from backlight.store.format.manifest import read_manifest
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter, host_name
-from backlight.store.write.writer import RunWriter
 from backlight.watchdog import peers, runtime_dir
 from backlight.watchdog.collectives import CollectiveRecord, Reduction
 from backlight.watchdog.diagnosis import Cause, Decision, What
@@ -32,6 +31,7 @@ from backlight.watchdog.timeouts import StallLimits
 from backlight.watchdog.waits import WaitCause, WaitName
 from backlight.watchdog.watchdog import Watchdog
 from ranks.launching import watching
+from run_builder import build_run
 
 S = 10**9
 GROUP, CALL, SHAPE = 7, 11, 13
@@ -39,10 +39,7 @@ GROUP, CALL, SHAPE = 7, 11, 13
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    writer = RunWriter.create(tmp_path / "run", monitors=("stalls",), world_size=2)
-    writer.scalar(0, "loss", 1.0)
-    writer.close()
-    return tmp_path / "run"
+    return build_run(tmp_path / "run", monitors=("stalls",), world_size=2, scalars={"loss": [1.0]}).path
 
 
 class Machine:

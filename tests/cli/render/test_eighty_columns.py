@@ -20,8 +20,8 @@ from backlight.user_code import SourceLine
 from flight_dumps import dumped, entry
 from flight_dumps import write as write_dump
 from grokking_runs import Grok, write_grokking_run
-from monitors.steptime.rules.conftest import write as write_times
 from observed_processes import PY_SPY
+from run_builder import build_steptime_run
 
 from .eighty_columns import broken
 
@@ -114,7 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (found / f"{script}.py").write_text(program, encoding="utf-8")
     for seed, (name, factor) in enumerate([("first-run-of-the-encoder", 1.0), ("slow", 1.3), ("equal", 1.0)]):
         phases = {name: 0.02 * factor for name in ("data", "forward", "backward", "optimizer", "other")}
-        write_times(found / name, phases, fingerprint=Fingerprint(script="train.py"), seed=seed)
+        build_steptime_run(found / name, phases, fingerprint=Fingerprint(script="train.py"), seed=seed)
     run = write_grokking_run(found / "an-oracle-of-grokking-with-a-long-name")
     random = Grok(control="random-labels", control_of=run.run_id, seed=3)
     write_grokking_run(found / "its-matched-control-with-random-labels", random)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch.utils.checkpoint
 
+from answers import Command
 from backlight.capture.hub import HUB
 from backlight.diagnose.checkpointing.observer import CheckpointObserver
 from backlight.diagnose.checkpointing.regions import Region
 from cases import CASES, assert_equal
-from diagnose.conftest import Command
 from faults.checkpointing import FAULTS
 from faults.injection import Fault, Train, end, run_under
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from answers import Command
 from backlight.capture.hub import HUB
 from backlight.diagnose.missing_gradients.observer import MissingGradientObserver, MissingGradients, Row
 from cases import CASE_NAMES, CASES, assert_equal
-from diagnose.conftest import Command
 from faults.injection import Ended, Fault, Train, end, run_under
 from faults.missing_gradients import FAULTS, NON_LEAF, OVERWRITTEN, adversarial
 

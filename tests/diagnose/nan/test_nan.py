@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from answers import Command
 from backlight.capture.hub import HUB
 from backlight.diagnose.nan.tracer import NanTracer
 from cases import CASE_NAMES, CASES, assert_equal
-from diagnose.conftest import Command
 from faults.injection import Fault, Train, end, run_under
 from faults.non_finite import FAULTS, scaler_searches
 from ranks.launching import run_ranks

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 SIGINT, SIGTERM = signal.SIGINT, signal.SIGTERM
 
 ANY = -1
 """Steps of a program that ends before its run is closed: what was flushed depends on the time it took."""
+
+CONSOLE_SCRIPT = Path(sys.executable).with_name("backlight")
+
+OWN_LINES = re.compile(
+    r"^backlight: .*\n|^\S*run\n(?:.*\n)*?next: backlight report .*run\n", flags=re.MULTILINE
+)
+"""What backlight prints: lines of its own, and the summary."""
 
 
 @dataclass(frozen=True)

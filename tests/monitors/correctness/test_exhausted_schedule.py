@@ -11,8 +11,7 @@ import pytest
 
 from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Finding, Fingerprint, Severity
-from backlight.store.read.run import open_run
-from backlight.store.write.writer import RunWriter
+from run_builder import build_run
 
 STEPS = 200
 AT = np.arange(STEPS)
@@ -25,12 +24,10 @@ def cosine(steps: int) -> np.ndarray:
 def found(
     path: Path, *rates: Sequence[float] | np.ndarray, steps: Sequence[int] = range(STEPS)
 ) -> list[Finding]:
-    writer = RunWriter.create(path, monitors=("correctness",))
-    writer.fingerprint(Fingerprint(optimizers=("AdamW",)))
-    for step in steps:
-        writer.scalars(step, {f"lr/0/{group}": float(values[step]) for group, values in enumerate(rates)})
-    writer.close()
-    return [finding for finding in evaluate_rules(open_run(path)) if finding.rule == "schedule"]
+    scalars = {f"lr/0/{g}": {step: values[step] for step in steps} for g, values in enumerate(rates)}
+    about = Fingerprint(optimizers=("AdamW",))
+    run = build_run(path, monitors=("correctness",), fingerprint=about, scalars=scalars)
+    return [finding for finding in evaluate_rules(run) if finding.rule == "schedule"]
 
 
 def test_schedule_that_is_used_up_early_is_named(tmp_path: Path) -> None:

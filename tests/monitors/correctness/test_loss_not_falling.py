@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import backlight
 from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Finding
-from backlight.store.write.writer import RunWriter
 from faults.silent.loop import perceptron
+from run_builder import build_run
 
 
 def evaluated(
@@ -25,13 +25,9 @@ def evaluated(
     factor: float = 1.0,
     steps: Sequence[int] = range(0, 1200, 10),
 ) -> list[Finding]:
-    writer = RunWriter.create(path, monitors=("correctness",))
-    if classes is not None:
-        writer.event(0, "classes", {"classes": classes, "factor": factor})
-    for step, loss in zip(steps, losses, strict=False):
-        writer.scalars(int(step), {"loss": float(loss)})
-    writer.close()
-    return list(evaluate_rules(backlight.open_run(path)))
+    events = [] if classes is None else [(0, "classes", {"classes": classes, "factor": factor})]
+    scalars = {"loss": dict(zip(steps, losses, strict=False))}
+    return list(evaluate_rules(build_run(path, monitors=("correctness",), events=events, scalars=scalars)))
 
 
 def noise(count: int, size: float = 0.01) -> np.ndarray:

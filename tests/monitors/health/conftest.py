@@ -19,7 +19,7 @@ from backlight.records import Finding, Made, ParameterRecord, RunStatus
 from backlight.registry import RULES
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
-from health_runs import write_synthetic
+from run_builder import build_health_run
 
 
 class HandRecorder:
@@ -144,7 +144,7 @@ class HandRecorder:
 @pytest.fixture
 def synthetic(tmp_path: Path) -> Callable[..., Run]:
     counter = itertools.count()
-    return lambda rms, **more: write_synthetic(tmp_path / f"synthetic-{next(counter)}", rms, **more)
+    return lambda rms, **more: build_health_run(tmp_path / f"synthetic-{next(counter)}", rms, **more)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from backlight.monitors.health.model.parameters import (
     ratio,
     untrained_parameters,
 )
-from health_runs import parameter
+from run_builder import parameter
 
 NAMES = ("encoder.0.weight", "encoder.0.bias", "encoder.1.weight", "head.weight", "headless.weight")
 

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from backlight.records import Fingerprint, Severity
-from backlight.store.write.writer import RunWriter
-from health_runs import write_synthetic
+from run_builder import build_health_run
 
 
 def clipped(factor: np.ndarray) -> dict[str, Any]:
@@ -31,10 +30,10 @@ def test_hard_clipping_is_info_where_the_optimizer_divides_by_the_gradient(
     evaluated: Any, tmp_path: Path
 ) -> None:
     for optimizers, severity in ((("RAdam",), Severity.INFO), (("Adam", "SGD"), Severity.WARNING)):
-        writer = RunWriter.create(tmp_path / optimizers[-1], monitors=("health",))
-        writer.fingerprint(Fingerprint(optimizers=optimizers))
-        factors = clipped(np.full(100, 0.02))
-        run = write_synthetic(tmp_path / optimizers[-1], {"a": [1e-2] * 100}, scalars=factors, writer=writer)
+        run = build_health_run(
+            tmp_path / optimizers[-1], {"a": [1e-2] * 100}, scalars=clipped(np.full(100, 0.02)),
+            fingerprint=Fingerprint(optimizers=optimizers),
+        )  # fmt: skip
         (finding,) = evaluated(run, "always_clipped")
         assert finding.severity is severity
 
@@ -82,10 +81,10 @@ def test_effect_is_that_of_the_optimizer(evaluated: Any, tmp_path: Path) -> None
         (("SGD",), "acts as part of the learning rate"),
         (("Adam", "SGD"), "acts as part of the learning rate"),
     ):
-        path = tmp_path / "-".join(optimizers)
-        writer = RunWriter.create(path, monitors=("health",))
-        writer.fingerprint(Fingerprint(optimizers=optimizers))
-        run = write_synthetic(path, {"a": [1e-2] * 100}, scalars=clipped(np.full(100, 0.5)), writer=writer)
+        run = build_health_run(
+            tmp_path / "-".join(optimizers), {"a": [1e-2] * 100}, scalars=clipped(np.full(100, 0.5)),
+            fingerprint=Fingerprint(optimizers=optimizers),
+        )  # fmt: skip
         (finding,) = evaluated(run, "always_clipped")
         assert words in finding.detail
         assert finding.is_hint

@@ -6,7 +6,7 @@ import torch
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.health.model.score import health_series
 from backlight.records import Severity
-from health_runs import parameter
+from run_builder import parameter
 
 
 def noise(steps: int, seed: int = 0) -> np.ndarray:

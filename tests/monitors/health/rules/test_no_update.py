@@ -12,7 +12,7 @@ from torch.nn import functional
 import backlight
 from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Severity
-from health_runs import parameter
+from run_builder import parameter
 
 
 def build() -> nn.Sequential:

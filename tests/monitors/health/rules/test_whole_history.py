@@ -24,7 +24,7 @@ from backlight.monitors.health.model.history import (
 from backlight.monitors.health.model.score import clip_norms, exploding, health, health_series, total_norms
 from backlight.monitors.health.rules import large_update, no_gradient, no_update, vanishing
 from backlight.store.read.run import Run
-from health_runs import parameter, write_synthetic
+from run_builder import build_health_run, parameter
 
 Bools = NDArray[np.bool_]
 
@@ -71,7 +71,7 @@ def random_run(path: Path, seed: int) -> Run:
     if seed % 3 == 0:
         scalars["scaler/skipped"] = (draw.random(steps) < 0.1).astype(float).tolist()
         scalars["scaler/scale"] = [1024.0] * steps
-    return write_synthetic(
+    return build_health_run(
         path,
         {name: values.tolist() for name, values in rms.items()},
         records={
@@ -236,7 +236,7 @@ def test_replaced_weights_match_the_median_ratio(seed: int, tmp_path: Path) -> N
     names = ["a.weight", "b.weight", "c.weight"]
     ratios = large_update.UpdateLimits().update_ratio_once * np.exp(draw.normal(-0.3, 0.4, (60, 3)))
     ratios[30:] *= 1e-6  # lasting large ratios are another finding
-    run = write_synthetic(
+    run = build_health_run(
         tmp_path / "run",
         dict.fromkeys(names, [0.1] * 60),
         update=dict(zip(names, ratios.T.tolist(), strict=True)),

@@ -15,7 +15,7 @@ from backlight.monitors.steptime.model.step_comparison import (
 )
 from backlight.monitors.steptime.model.step_times import PhaseTimes, read_phases
 from backlight.store.read.run import Run
-from monitors.steptime.rules.conftest import write as write_run
+from run_builder import build_steptime_run
 
 PHASES = {"data": 0.004, "backward": 0.03, "optimizer": 0.006, "between": 0.01}
 
@@ -24,7 +24,7 @@ def write(path: Path, seed: int, steps: int = 120, *, core_wait: float = 0.0, **
     levels = {name: level * factors.get(name, 1.0) for name, level in PHASES.items()}
     cold = {(0, name): 20 * level for name, level in levels.items()}
     info = {"core_wait": core_wait} if core_wait else None
-    return write_run(path, levels, steps=steps, changes=cold, runtime_info=info, seed=seed)
+    return build_steptime_run(path, levels, steps=steps, changes=cold, runtime_info=info, seed=seed)
 
 
 def test_phases_add_up_and_warmup_is_cut(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_differences_within_core_waits_are_not_claimed(tmp_path: Path) -> None:
 
 def test_drifting_run_has_no_difference(tmp_path: Path) -> None:
     changes = {(step, "other"): 0.05 for step in range(40)}
-    drifting = write_run(tmp_path / "drift", {"other": 0.08}, steps=80, changes=changes)
+    drifting = build_steptime_run(tmp_path / "drift", {"other": 0.08}, steps=80, changes=changes)
     found = compare_times(write(tmp_path / "a", 0, between=0.2), drifting)
     assert not any(row.found for row in found.rows)
     assert found.rows[0].verdict == "undecided: steps drift"
