@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from backlight.distributed import rank_and_size
 from backlight.registry import Registry
 from backlight.settings import SettingError
 
@@ -19,14 +20,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from backlight.capture.hub import Hub, Listener
+    from backlight.capture.hub import Listener
     from backlight.capture.parameters import ParameterTable, Scope
     from backlight.capture.step_sink import StepSummary
-    from backlight.notifier import Notifier
     from backlight.records import Finding, ParameterRecord
+    from backlight.session.attached_run import AttachedRun
     from backlight.session.settings import Settings
     from backlight.session.step_recorder import StepRecord
-    from backlight.store.write.writer import RunWriter
 
 Samples = tuple[Callable[[Any, Any], Any], Any] | tuple[Callable[[Any, Any], Any], Any, Any]
 """``(loss_fn, batch)``: ``loss_fn(model, batch)`` is the loss summed over the samples; ``batch`` is a fixed
@@ -124,9 +124,8 @@ class StoredStep:
     blobs: Mapping[tuple[str, int], tuple[np.ndarray, np.ndarray]]
 
 
-@dataclass(frozen=True)
-class RunContext:
-    """Access of a monitor to the run that it is attached to.
+class RunHandle:
+    """Access of one monitor to the run that it is attached to.
 
     Attributes
     ----------
@@ -136,8 +135,6 @@ class RunContext:
         ``(loss_fn, batch)`` as given to ``watch``, None otherwise.
     scope:
         The watched models and optimizers, and their parameter table.
-    hub:
-        The source of raw events, such as the begin of a backward pass.
     clock:
         The step in progress.
     recorder:
@@ -148,53 +145,65 @@ class RunContext:
         Warns the user, and records what is not measured.
     path, rank, world_size:
         The run directory, and the position of this process among all ranks.
-    listen:
-        ``listen(listener)`` delivers raw events to a listener of this monitor until it is detached.
-    disable:
-        ``disable(error)`` detaches this monitor after an error outside of its hooks.
-    account:
-        ``account(timed)`` counts ``timed.spent``, processor seconds of a thread of this monitor or seconds of
-        a device, as a cost of the watch.
-    follow_forwards:
-        Requests ``forward_begin`` and ``forward_end`` events of the outermost modules.
-    alarm:
-        ``alarm(step, cause)`` requests that the next steps are recorded in detail.
-    fact:
-        ``fact(rule)`` reports that something was recorded which ``rule`` reads, and which holds whatever
-        follows: the rule is evaluated at once.
-    abandon:
-        ``abandon(reason)`` ends the watch, and nothing of it is kept; the training goes on.
-    before_steps:
-        ``before_steps(action)`` calls ``action()`` on the training thread before the first backward of each
-        step from here on; a later action replaces it.
-    stopped:
-        ``stopped(finding)`` records that ``finding`` ends the run.
-    deliver:
-        ``deliver(findings)`` calls ``on_new_findings`` of every monitor.
     """
 
-    settings: Settings
-    arguments: tuple[str, ...]
-    samples: Samples | None
-    scope: Scope
-    hub: Hub
-    clock: StepClock
-    recorder: Recorder
-    writer: RunWriter
-    notifier: Notifier
-    path: Path
-    rank: int
-    world_size: int
-    listen: Callable[[Listener], None]
-    disable: Callable[[Exception], None]
-    account: Callable[[Timed], None]
-    follow_forwards: Callable[[], None]
-    alarm: Callable[[int, str], None]
-    fact: Callable[[str], None]
-    abandon: Callable[[str], None]
-    before_steps: Callable[[Callable[[], None]], None]
-    stopped: Callable[[Finding], None]
-    deliver: Callable[[Sequence[Finding]], None]
+    def __init__(
+        self, session: AttachedRun, monitor: Monitor, samples: Samples | None, arguments: tuple[str, ...]
+    ) -> None:
+        self._session, self._monitor = session, monitor
+        self.settings, self.arguments, self.samples = session.settings, arguments, samples
+        self.scope: Scope = session.scope
+        self.clock: StepClock = session.tracker
+        self.recorder: Recorder = session.results
+        self.writer, self.notifier = session.writer, session.notifier
+        self.path, self.rank = session.writer.path, session.writer.rank
+        self.world_size = rank_and_size()[1]
+
+    def listen(self, listener: Listener) -> None:
+        """Deliver raw events to a listener of this monitor until it is detached."""
+        self._session.monitors.listen(self._monitor, listener)
+
+    def disable(self, error: Exception) -> None:
+        """Detach this monitor after an error outside of its hooks."""
+        self._session.monitors.disable(self._monitor, error)
+
+    def account(self, timed: Timed) -> None:
+        """Count ``timed.spent``, the seconds of a thread or of a device, as a cost of the watch."""
+        self._session.monitors.account(timed)
+
+    def follow_forwards(self) -> None:
+        """Request ``forward_begin`` and ``forward_end`` events of the outermost modules."""
+        self._session.follow_forwards()
+
+    def alarm(self, step: int, cause: str) -> None:
+        """Request that the next steps are recorded in detail."""
+        self._session.alarm(step, cause)
+
+    def fact(self, rule: str) -> None:
+        """Report that something was recorded which ``rule`` reads, and which holds whatever follows.
+
+        The rule is evaluated at once.
+        """
+        self._session.fact(rule)
+
+    def abandon(self, reason: str) -> None:
+        """End the watch, and keep nothing of it; the training goes on."""
+        self._session.refuse(reason)
+
+    def before_steps(self, action: Callable[[], None]) -> None:
+        """Call ``action()`` on the training thread before the first backward of each step from here on.
+
+        A later action replaces it.
+        """
+        self._session.tracker.call_before_steps(action)
+
+    def stopped(self, finding: Finding) -> None:
+        """Record that ``finding`` ends the run."""
+        self._session.stopped_by = finding
+
+    def deliver(self, findings: Sequence[Finding]) -> None:
+        """Call ``on_new_findings`` of every monitor and output."""
+        self._session.deliver(findings)
 
 
 class Monitor:
@@ -211,8 +220,8 @@ class Monitor:
         Name in ``Settings.monitors`` that requests it: its own where empty. None where another setting does.
     records:
         What is no longer recorded when it is disabled, for the warning; ``name`` where empty.
-    order:
-        Monitors with a lower number are called first, attached first and detached first; then by name.
+    after:
+        Names of monitors that are called, attached and detached before this one; else the names decide.
     wants_backwards:
         Whether :meth:`on_backward_end` is to be called for every backward pass of a recorded step.
     uses_samples, needs_samples:
@@ -224,7 +233,7 @@ class Monitor:
     name: ClassVar[str]
     requested_by: ClassVar[str | None] = ""
     records: ClassVar[str] = ""
-    order: ClassVar[int] = 0
+    after: ClassVar[tuple[str, ...]] = ()
     samples_for: ClassVar[str] = ""
     wants_backwards: bool = False
     uses_samples: bool = False
@@ -244,7 +253,7 @@ class Monitor:
         ``is_script`` says that the script has yet to run, inside the watch.
         """
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Start to observe ``run``; step 0 has not begun."""
 
     def detach(self, error: BaseException | None) -> None:
@@ -322,15 +331,15 @@ class Monitor:
         """The rules have been evaluated on the complete run; it is about to be closed."""
 
 
+class Output(Monitor):
+    """Consumes the findings and records of a run: a part of the watch, which is called after all monitors."""
+
+    requested_by = None
+
+
 MONITORS: Registry[type[Monitor]] = Registry(
     "monitor",
-    modules=(
-        "monitors/*/monitor.py",
-        "monitors/*/*_monitor.py",
-        "session/*_monitor.py",
-        "session/*/monitor.py",
-        "integrations/*_monitor.py",
-    ),
+    modules=("monitors/*/monitor.py", "monitors/*/*_monitor.py"),
     group="backlight.monitors",
     holds=Monitor,
 )

@@ -11,7 +11,7 @@ from torch import nn
 
 import backlight
 from backlight.records import Finding, RunStatus
-from backlight.session import findings_monitor
+from backlight.session import live_findings
 
 
 def train(run: Path, on_finding: object, wait: threading.Event | None = None) -> None:
@@ -60,7 +60,7 @@ def test_what_it_raises_is_one_warning_and_it_is_called_again(tmp_path: Path, er
 def test_one_that_hangs_does_not_hold_the_end_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(findings_monitor, "END_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(live_findings, "END_TIMEOUT_S", 0.1)
     called, free = threading.Event(), threading.Event()
 
     def on_finding(finding: Finding) -> None:

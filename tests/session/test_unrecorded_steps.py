@@ -181,7 +181,7 @@ def test_recording_in_detail_ends_the_count_after_the_step(tmp_path: Path) -> No
     with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", every=1000) as watch:
         counted(watch, training)
         step = watch.step
-        watch._attached._alarm(step, "spike")
+        watch._attached.alarm(step, "spike")
         training.step()
         assert HUB.unrecorded is None
         training.step()

@@ -5,20 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from backlight import clock
-from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.forward import ScopeForwards
 from backlight.capture.hub import HUB, NextEvent
 from backlight.capture.steps import StepTracker
 from backlight.devices import has_async_copies
-from backlight.distributed import rank_and_size
 from backlight.measure.transfer import first_number, start_copy
-from backlight.monitor import Monitor, RunContext, Samples
-from backlight.monitors.health.model.parameters import GroupError, members
+from backlight.monitor import RunHandle, Samples
 from backlight.notifier import Notifier
 from backlight.records import UNMEASURED, Finding, RunStatus
 from backlight.session.monitor_set import MonitorSet
@@ -29,67 +26,11 @@ from backlight.session.settings import Settings
 from backlight.session.step_recorder import StepRecorder
 from backlight.session.writer_thread import STOP_TIMEOUT_S, ResultQueue, WriterThread
 from backlight.store.format.schema import COST, EXCEPTION
-from backlight.text import as_typed
 from backlight.threads import running_user_code
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from backlight.capture.parameters import ParameterTable, Scope
-    from backlight.records import Fingerprint
+    from backlight.capture.parameters import Scope
     from backlight.store.write.writer import RunWriter
-
-
-class FingerprintMonitor(Monitor):
-    """Takes the fingerprint once the first step is over; part of every watch."""
-
-    name = "fingerprint"
-    requested_by = None
-    records = "the fingerprint"
-
-    def __init__(self, groups: dict[str, str]) -> None:
-        self._groups = groups
-
-    @classmethod
-    def from_settings(cls, settings: Settings) -> Self | None:
-        """Return the monitor, whatever is requested."""
-        return cls(settings.groups)
-
-    def check_models(self, models: Sequence[nn.Module], table: ParameterTable) -> None:
-        """Refuse groups that match no parameter of the given models."""
-        for pattern in self._groups.values():
-            members([record.name for record in table.records], pattern)
-
-    def attach(self, run: RunContext) -> None:
-        """Remember where the fingerprint goes."""
-        self._run = run
-
-    def on_parameters_known(self) -> None:
-        """Take the fingerprint, and look for groups without parameters."""
-        table = self._run.scope.table
-        found = take_fingerprint(self._run.scope, self._run.arguments)
-        expected = self._run.writer.expected_fingerprint
-        if expected is not None and _is_another_model(found, expected):
-            sizes = expected.parameter_count, found.parameter_count
-            what = f"{sizes[0]} parameters, this script has {sizes[1]}"
-            if sizes[0] == sizes[1]:
-                what = "of other modules or shapes than this script's"
-            path = as_typed(self._run.path)
-            self._run.abandon(f"{path}: holds another training run ({what}); choose another --out")
-            return
-        self._run.writer.fingerprint(found)
-        names = [record.name for record in table.records]
-        for group, pattern in self._groups.items():
-            try:
-                members(names, pattern)
-            except GroupError as error:
-                self._run.notifier.unmeasured(f"group {group}", str(error))
-                self._run.notifier.warn(f"group {group}", f"the group {group!r} is not measured: {error}")
-
-
-def _is_another_model(found: Fingerprint, expected: Fingerprint) -> bool:
-    """Return whether module tree or shapes differ; with another number of ranks they may without meaning."""
-    return found.world_size == expected.world_size and found.module_hash != expected.module_hash
 
 
 HURRIED_TIMEOUT_S = 0.5
@@ -122,7 +63,7 @@ class AttachedRun:
         is_script: bool,
     ) -> None:
         self.settings, self.monitors = settings, monitors
-        self.writer, self._notifier = writer, notifier
+        self.writer, self.notifier = writer, notifier
         self._pid = os.getpid()
         self._stack = contextlib.ExitStack()
         self._error: BaseException | None = None
@@ -142,10 +83,10 @@ class AttachedRun:
             scope, self.recorder, per_backward=monitors.want_backwards, max_steps=settings.steps
         )
         notifier.clock = self.tracker
-        self._scope, self._forwards, self._results = scope, ScopeForwards(scope), ResultQueue()
+        self.scope, self._forwards, self.results = scope, ScopeForwards(scope), ResultQueue()
         self.thread = WriterThread(
             self.recorder,
-            self._results,
+            self.results,
             monitors,
             writer,
             settings.flush_interval,
@@ -167,14 +108,14 @@ class AttachedRun:
         self._on_exit(lambda: self.thread.stop(HURRIED_TIMEOUT_S if self._is_hurried else STOP_TIMEOUT_S))
         # First in the hub: at an event that ends a step, the tracker closes it before any monitor counts the
         # event to the next one.
-        HUB.add(self.tracker, self._notifier.trouble)
+        HUB.add(self.tracker, self.notifier.trouble)
         self._on_exit(lambda: HUB.remove(self.tracker))
         if self._finds_optimizers:
             HUB.optimizers.scan()
         self._on_exit(self._forwards.stop)
         # While the writer thread runs: what a monitor has left is stored by it.
         self._on_exit(self.recorder.finish, lambda: self.monitors.detach(self._error))
-        self.monitors.attach(self._context(samples, arguments))
+        self.monitors.attach(lambda monitor: RunHandle(self, monitor, samples, arguments))
         # Monitors see the start of step 0 and the end of the last step: the tracker starts after them and
         # stops first.
         self._on_exit(self._report_threads, self.tracker.finish)
@@ -220,13 +161,13 @@ class AttachedRun:
 
     def record_cost(self, part: str, seconds: float) -> None:
         """Record the seconds that the start or the end of the watch took."""
-        self._notifier.event(COST, {"part": part, "seconds": seconds})
+        self.notifier.event(COST, {"part": part, "seconds": seconds})
 
     def _on_exit(self, *calls: Callable[[], object]) -> None:
         def leave() -> None:
             try:
                 for call in calls:
-                    with self._notifier.shield():
+                    with self.notifier.shield():
                         call()
             except BaseException:  # a second Ctrl-C: what is left is done without waiting for anything
                 self._is_hurried = True
@@ -234,54 +175,25 @@ class AttachedRun:
 
         self._stack.callback(leave)
 
-    def _context(self, samples: Samples | None, arguments: tuple[str, ...]) -> RunContext:
-        def unbound(*_: object) -> None:
-            raise RuntimeError("bound to each monitor when it is attached")
-
-        return RunContext(
-            settings=self.settings,
-            arguments=arguments,
-            samples=samples,
-            scope=self._scope,
-            hub=HUB,
-            clock=self.tracker,
-            recorder=self._results,
-            writer=self.writer,
-            notifier=self._notifier,
-            path=self.writer.path,
-            rank=self.writer.rank,
-            world_size=rank_and_size()[1],
-            listen=unbound,
-            disable=unbound,
-            account=unbound,
-            follow_forwards=lambda: self._forwards.start(
-                lambda error: self._notifier.trouble(error, "when a forward begins and ends")
-            ),
-            alarm=self._alarm,
-            fact=self._fact,
-            abandon=self._refuse,
-            before_steps=self.tracker.call_before_steps,
-            stopped=self._stopped,
-            deliver=self._deliver,
-        )
-
     # While it runs
 
-    def _deliver(self, findings: Sequence[Finding]) -> None:
+    def follow_forwards(self) -> None:
+        """Follow the calls of the outermost modules."""
+        self._forwards.start(lambda error: self.notifier.trouble(error, "when a forward begins and ends"))
+
+    def deliver(self, findings: Sequence[Finding]) -> None:
+        """Call ``on_new_findings`` of every monitor and output."""
         with running_user_code():
             self.monitors.call("on_new_findings", findings)
 
-    def _stopped(self, finding: Finding) -> None:
-        self.stopped_by = finding
-
-    def _refuse(self, reason: str) -> None:
+    def refuse(self, reason: str) -> None:
         """Stop watching; the attempt is removed once everything is detached."""
         self.refusal, self.is_abandoned = reason, True
-        self._notifier.warn("refused", f"{reason}. This training is not watched")
+        self.notifier.warn("refused", f"{reason}. This training is not watched")
         # Not inside this event, which other listeners still wait for.
         ending = NextEvent(self._stack.close)
         self._stack.callback(HUB.remove, ending)
-        HUB.add(ending, self._notifier.trouble)
+        HUB.add(ending, self.notifier.trouble)
 
     def _attend(self, step: int) -> None:
         """Record in detail from the next step on, before the alarm, which the writer thread may raise.
@@ -295,15 +207,17 @@ class AttachedRun:
             HUB.resume_soon()
             self.thread.flush_soon()
 
-    def _alarm(self, step: int, cause: str) -> None:
+    def alarm(self, step: int, cause: str) -> None:
+        """Record the next steps in detail, and report the alarm to every monitor."""
         if step > self._alarmed:
             self._alarmed = step + self.settings.detail
             self.sampling.detail(self.tracker.index, self.settings.detail)
             HUB.resume_soon()
-            self._notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
+            self.notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
         self.monitors.call("on_alarm", step, cause)
 
-    def _fact(self, rule: str) -> None:
+    def fact(self, rule: str) -> None:
+        """Have ``rule`` evaluated as soon as what was recorded is on disk."""
         self.monitors.call("on_fact", rule)
         self.thread.flush_soon()
 
@@ -314,7 +228,7 @@ class AttachedRun:
         HUB.training.end()
         # What watches a whole script holds every optimizer, those included that exist no more.
         others = [reference() for reference in HUB.training.missed]
-        if any(self._is_script if other is None else self._scope.covers(other) for other in others):
+        if any(self._is_script if other is None else self.scope.covers(other) for other in others):
             what = "optimizer steps of another thread"
             self._lack(what, "one thread is recorded", f"{what} were not recorded")
         if HUB.training.goes_on():
@@ -322,7 +236,7 @@ class AttachedRun:
             self._lack("what followed", reason, reason)
 
     def _lack(self, what: str, reason: str, lacks: str) -> None:
-        self._notifier.event(UNMEASURED, {"what": what, "reason": reason, "lacks": lacks}, self.tracker.index)
+        self.notifier.event(UNMEASURED, {"what": what, "reason": reason, "lacks": lacks}, self.tracker.index)
 
     def _finish(self) -> None:
         """Evaluate the rules on what is stored, and close the run."""
@@ -335,7 +249,7 @@ class AttachedRun:
             return
         failed = self._error is not None or self.stopped_by is not None
         try:
-            with self._notifier.shield():
+            with self.notifier.shield():
                 self._record_error()
             if not self._is_hurried:
                 self._evaluate(failed=failed)
@@ -350,10 +264,10 @@ class AttachedRun:
 
     def _evaluate(self, *, failed: bool) -> None:
         writer = self.writer
-        with self._notifier.shield():
+        with self.notifier.shield():
             self.monitors.call("on_all_stored", failed=failed)
-            if nothing := why_no_step(self.tracker, self._scope, self._ending):
-                self._notifier.unmeasured("gradient", nothing)
+            if nothing := why_no_step(self.tracker, self.scope, self._ending):
+                self.notifier.unmeasured("gradient", nothing)
                 # A crash in the first backward is what the run was made for.
                 is_crash = self._error is not None and self.tracker.backwards
                 if self._is_script and not is_crash and holds_nothing(writer):

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import graphlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from backlight.capture.hub import HUB
 from backlight.interrupts import is_interrupt, suppressed
-from backlight.monitor import MONITORS, NEVER, Monitor, RunContext, Timed
+from backlight.monitor import MONITORS, NEVER, Monitor, Output, RunHandle, Timed
 from backlight.records import FROM_HERE_ON
 from backlight.registry import warn
+from backlight.session.live_findings import LiveFindings
+from backlight.session.outputs import CallbackOutput, NotebookOutput, PrintOutput
+from backlight.session.run_directory import FingerprintOutput
+from backlight.session.stop import StopOutput
+from backlight.session.trackers.output import TrackerOutput
 
 if TYPE_CHECKING:
     from backlight.capture.hub import Listener
     from backlight.notifier import Notifier
     from backlight.session.settings import Settings
 
+OUTPUTS: tuple[type[Output], ...] = (
+    FingerprintOutput, CallbackOutput, PrintOutput, StopOutput, LiveFindings, NotebookOutput, TrackerOutput,
+)  # fmt: skip
+"""In their order: at the end of a run those behind :class:`LiveFindings` have the last new findings."""
+
 HOOKS = ("wants_step", *(name for name in vars(Monitor) if name.startswith("on_")))
 
 
 def requested_monitors(settings: Settings) -> list[Monitor]:
-    """Return an instance of every monitor class that the settings request; ValueError if one refuses them."""
-    found = []
+    """Return the monitors and outputs that the settings request.
+
+    Monitors of backlight come first, by name, then those of other distributions, each behind those that it
+    is to come after; outputs consume what monitors record, and come last.
+
+    Raises
+    ------
+    ValueError
+        If one of them refuses the settings.
+    """
+    monitors: list[Monitor] = []
     for name, cls in MONITORS.items():
         try:
             monitor = cls.from_settings(settings)
@@ -37,8 +56,15 @@ def requested_monitors(settings: Settings) -> list[Monitor]:
                 raise
             warn(f"backlight: the monitor {name!r} is left out: {type(error).__name__}: {error}")
         else:
-            found += [] if monitor is None else [monitor]
-    return sorted(found, key=lambda monitor: (monitor.order, monitor.name))
+            monitors += [] if monitor is None else [monitor]
+    outputs = [cls.from_settings(settings) for cls in OUTPUTS]
+    return [*_ordered(monitors), *(output for output in outputs if output is not None)]
+
+
+def _ordered(monitors: list[Monitor]) -> list[Monitor]:
+    graph = {m.name: [name for name in m.after if any(name == o.name for o in monitors)] for m in monitors}
+    by_name = {monitor.name: monitor for monitor in monitors}
+    return [by_name[name] for name in graphlib.TopologicalSorter(graph).static_order()]
 
 
 def check_use_of_samples(
@@ -78,21 +104,15 @@ class MonitorSet:
         """Whether a monitor is to be called for every backward pass of a recorded step."""
         return any(monitor.wants_backwards for monitor in self._monitors)
 
-    def attach(self, run: RunContext) -> None:
-        """Attach every monitor; what one of them listens to is removed with it."""
+    def attach(self, handle: Callable[[Monitor], RunHandle]) -> None:
+        """Attach every monitor with a handle of its own; what one of them listens to is removed with it."""
         for monitor in self._monitors:
-            own = replace(
-                run,
-                listen=partial(self._listen, monitor),
-                disable=partial(self._disable, monitor),
-                account=self.account,
-            )
             self._attached = (*self._attached, monitor)
-            self._guarded([(monitor, monitor.attach)], own)
+            self._guarded([(monitor, monitor.attach)], handle(monitor))
         self._find_hooks()
 
     def detach(self, error: BaseException | None) -> None:
-        """Detach every monitor; those of lower order first."""
+        """Detach every monitor, in their order."""
         attached, self._attached = self._attached, ()
         for monitor in attached:
             self._remove(monitor)
@@ -114,7 +134,7 @@ class MonitorSet:
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                self._disable(monitor, error)
+                self.disable(monitor, error)
                 returned.append(None)
         return returned
 
@@ -133,12 +153,14 @@ class MonitorSet:
         """Return the seconds that threads and devices have taken for the watch."""
         return sum([timed.spent for timed in self._timed])
 
-    def _listen(self, monitor: Monitor, listener: Listener) -> None:
+    def listen(self, monitor: Monitor, listener: Listener) -> None:
+        """Deliver raw events to a listener of ``monitor`` until that is detached."""
         if listener not in self._listeners[monitor.name]:
             self._listeners[monitor.name].append(listener)
-        HUB.add(listener, on_error=partial(self._disable, monitor))
+        HUB.add(listener, on_error=partial(self.disable, monitor))
 
-    def _disable(self, monitor: Monitor, error: Exception) -> None:
+    def disable(self, monitor: Monitor, error: Exception) -> None:
+        """Detach ``monitor`` alone after an error; warn what is no longer recorded."""
         with self._lock:  # hooks run on two threads
             if monitor in self._disabled:
                 return

@@ -12,7 +12,7 @@ from backlight import clock
 from backlight.findings.evaluate import separate_hints
 from backlight.findings.losses import loss_labels
 from backlight.interrupts import is_interrupt, suppressed
-from backlight.monitor import Monitor, RunContext, StoredStep
+from backlight.monitor import Output, RunHandle, StoredStep
 from backlight.notebook import notebook_shell
 from backlight.records import Finding
 from backlight.registry import RULES
@@ -24,11 +24,10 @@ if TYPE_CHECKING:
     from backlight.session.settings import Settings
 
 
-class CallbackMonitor(Monitor):
+class CallbackOutput(Output):
     """Calls ``on_finding``; on rank 0 only. What it raises is reported once, and it is called again."""
 
     name = "on_finding"
-    requested_by = None
     records = "calls of on_finding"
 
     def __init__(self, on_finding: Callable[[Finding], Any]) -> None:
@@ -39,7 +38,7 @@ class CallbackMonitor(Monitor):
         """Return the monitor where the user gave a callback."""
         return None if settings.on_finding is None else cls(settings.on_finding)
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Remember where errors are reported."""
         self._notifier = run.notifier
 
@@ -64,7 +63,7 @@ WINDOW_S = 60.0
 """Seconds in which :data:`MAX_LINES` may be printed."""
 
 
-class PrintMonitor(Monitor):
+class PrintOutput(Output):
     """Prints one line for each rule that found something new; on rank 0 only.
 
     The lines go to the standard error that was there when the watch was entered: where the script redirects
@@ -72,7 +71,6 @@ class PrintMonitor(Monitor):
     """
 
     name = "print"
-    requested_by = None
     records = "lines about new findings"
 
     def __init__(self) -> None:
@@ -90,7 +88,7 @@ class PrintMonitor(Monitor):
         """Remember whether a command runs the script."""
         self._is_script = is_script
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Print where the run of a script is recorded."""
         self._ended = False
         self._stream, self._path = sys.stderr, run.path
@@ -154,20 +152,18 @@ PERIOD_S = 1.0
 """Seconds between two updates of the cell at least."""
 
 
-class NotebookMonitor(Monitor):
+class NotebookOutput(Output):
     """Shows the run below the cell that watches it; nothing is sent but display messages of the kernel."""
 
     name = "notebook"
-    requested_by = None
     records = "the live output of the cell"
-    order = 20  # at the end after the last new findings
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
         """Return the monitor in a notebook, unless nothing is to be printed."""
         return None if settings.quiet or notebook_shell() is None else cls()
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Show the run."""
         self._run = run
         self._scalars: dict[str, tuple[int, float]] = {}

@@ -15,7 +15,7 @@ from backlight import clock, codec
 from backlight.capture.hub import UserError
 from backlight.capture.stop_training import StopTraining
 from backlight.interrupts import is_interrupt
-from backlight.monitor import Monitor, RunContext
+from backlight.monitor import Output, RunHandle
 from backlight.records import Finding
 from backlight.session.outputs import print_line
 from backlight.store.format.schema import STOPPED
@@ -116,7 +116,7 @@ class InterruptTraining(StopTraining, KeyboardInterrupt):
     """Ends a script that does not handle SIGTERM; one that handles Ctrl-C saves what it saves then."""
 
 
-class StopMonitor(Monitor):
+class StopOutput(Output):
     """Ends the run on the first error or warning that ``stop_on`` names; all ranks before the same step.
 
     Under ``watch``, ``on_stop`` is called, then :class:`StopTraining` raised. A script that a command runs
@@ -124,7 +124,6 @@ class StopMonitor(Monitor):
     """
 
     name = "stop"
-    requested_by = None
     records = "stop_on"
 
     def __init__(self, is_named: Callable[[Finding], bool], on_stop: Callable[[Finding], Any] | None) -> None:
@@ -142,7 +141,7 @@ class StopMonitor(Monitor):
         """Remember whether a command runs the script."""
         self._is_script = is_script
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """On other ranks than 0, begin to look for what rank 0 decides."""
         self._run, self._stream = run, sys.stderr
         self._agreement = StopAgreement(

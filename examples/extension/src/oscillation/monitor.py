@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from backlight.monitor import Gradients, Monitor, RunContext
+from backlight.monitor import Gradients, Monitor, RunHandle
 from backlight.session.step_recorder import StepRecord
 from oscillation.settings import OscillationSettings
 
@@ -15,7 +15,7 @@ class OscillationMonitor(Monitor):
     name = "oscillation"
     records = "changes of sign"
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Start without anything to compare with."""
         self._before: dict[int, torch.Tensor] = {}
         self._smallest = OscillationSettings.of(run.settings).smallest

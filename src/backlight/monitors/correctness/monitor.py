@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from backlight.capture.hub import HUB
-from backlight.monitor import Monitor, RunContext
+from backlight.monitor import Monitor, RunHandle
 from backlight.monitors.correctness.instrument.check import CHECKS, Schedule
 from backlight.monitors.correctness.model.facts import Observed, encode
 
@@ -12,9 +12,10 @@ class CorrectnessMonitor(Monitor):
     """Compares what the process holds at the first steps, and then at growing intervals."""
 
     name = "correctness"
+    after = ("stalls",)  # a wait for a device at the end is no stall
     records = "contradictions in the training loop"
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Start every check."""
         self._run, self._schedule = run, Schedule()
         self._checks = [check(run, self._schedule) for _, check in CHECKS.items()]

@@ -11,7 +11,7 @@ import torch
 from backlight.capture.model_state import full, gathered, spread
 from backlight.capture.parameters import local
 from backlight.extras import require
-from backlight.monitor import Gradients, Monitor, RunContext
+from backlight.monitor import Gradients, Monitor, RunHandle
 from backlight.monitors.grokking.model.measures import DiskGuard
 from backlight.monitors.grokking.settings import Measures
 from backlight.processes import available_memory
@@ -57,7 +57,7 @@ class GrokkingMonitor(Monitor):
         require("h5py", what="the monitor grokking")
         return cls(Measures.of(settings))
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Prepare the probe batch; nothing is measured before the first logged step."""
         # Here, since they import much that the other monitors do not need.
         from backlight.monitors.grokking.instrument.probe_batch import Probe  # noqa: PLC0415

@@ -13,7 +13,7 @@ from backlight.capture.parameters import local
 from backlight.measure.stats.histogram import histogram
 from backlight.measure.stats.statistics import statistics
 from backlight.measure.stats.update import WeightSample
-from backlight.monitor import Gradients, Monitor, RunContext, StoredStep
+from backlight.monitor import Gradients, Monitor, RunHandle, StoredStep
 from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
 from backlight.monitors.health.settings import HealthSettings
 from backlight.series import GRADIENT
@@ -129,7 +129,7 @@ class UpdateMonitor(Monitor):
         spacing = HealthSettings.of(settings).exact_updates
         return cls() if spacing is None else cls(None, spacing)
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Remember where the parameter table is."""
         self._scope = run.scope
 
@@ -165,9 +165,9 @@ class AlarmMonitor(Monitor):
     name = "alarms"
     requested_by = "health"
     records = "alarms about single steps"
-    order = 10  # after the gradients, whose total norm it reads
+    after = ("health",)  # whose total norm it reads
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Remember where alarms go, and the thresholds of the rule ``spike``."""
         self._alarm = run.alarm
         limits = live_limits(run.settings.thresholds)

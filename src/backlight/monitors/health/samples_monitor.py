@@ -27,7 +27,7 @@ from backlight.devices import is_accelerator, is_in_use, lacks_memory_of_a_pass
 from backlight.distributed import world
 from backlight.generators import kept_random
 from backlight.interrupts import is_interrupt
-from backlight.monitor import NEVER, Gradients, Monitor, RunContext, StoredStep
+from backlight.monitor import NEVER, Gradients, Monitor, RunHandle, StoredStep
 from backlight.monitors.health.instrument.sample_shares import samples_of_step
 from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
 from backlight.monitors.health.model.spike_samples import REQUESTED, SAMPLES
@@ -68,9 +68,9 @@ class SpikeSamplesMonitor(Monitor):
     name = "spike_samples"
     requested_by = "health"
     records = "samples of spikes"
-    order = 5  # after the gradients, whose norms it reads
+    after = ("health", "stalls")  # whose norms it reads; a wait for a child is no stall
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Hold the inputs of each step by reference."""
         self._run = run
         self._inputs = StepInputs()

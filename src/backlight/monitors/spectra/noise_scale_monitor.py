@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from backlight import clock
-from backlight.monitor import Monitor, RunContext, StoredStep
+from backlight.monitor import Monitor, RunHandle, StoredStep
 from backlight.monitors.spectra.settings import SpectraSettings
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class NoiseScaleMonitor(Monitor):
         every = SpectraSettings.of(settings).noise_scale
         return None if every is None else cls(every)
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Listen to forward and backward passes."""
         from backlight.capture.microbatches import Microbatches  # noqa: PLC0415
         from backlight.capture.per_sample import LayerCalls  # noqa: PLC0415 - torch

@@ -23,9 +23,10 @@ import backlight
 from backlight import clock, processes
 from backlight.capture import sharding
 from backlight.capture.fingerprint import take_fingerprint
+from backlight.capture.hub import HUB
 from backlight.distributed import WATCHDOG, launch_id, local_rank
 from backlight.interrupts import suppressed
-from backlight.monitor import Monitor, RunContext
+from backlight.monitor import Monitor, RunHandle
 from backlight.monitors.stalls.instrument.collectives import Collectives, CollectiveTrace
 from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrappers
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
@@ -70,8 +71,6 @@ class StallMonitor(Monitor):
 
     name = "stalls"
     records = "stalls"
-    # Detached first: what other monitors wait for at the end of a run is not a stall.
-    order = -10
 
     def __init__(self, stall_s: float | None = None, thresholds: Mapping[str, float] | None = None) -> None:
         self._stall_s = stall_s
@@ -97,7 +96,7 @@ class StallMonitor(Monitor):
         """Remember whether a command runs the script."""
         self._is_script = is_script
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Create the shared state and start the threads; what the system refuses is recorded and left out."""
         self._run, self._scope = run, run.scope
         self._writer = run.writer
@@ -187,7 +186,7 @@ class StallMonitor(Monitor):
     def pause(self) -> None:
         """Remove the hooks of the heartbeat; the threads go on."""
         if self.heartbeat is not None:
-            self._run.hub.remove(self.heartbeat)
+            HUB.remove(self.heartbeat)
             self.heartbeat.detach()
             self._collectives.detach()
 

@@ -6,7 +6,7 @@ import sys
 import warnings
 from typing import TYPE_CHECKING, Any, Self
 
-from backlight.monitor import Monitor, RunContext
+from backlight.monitor import Monitor, RunHandle
 from backlight.monitors.stalls.settings import StallsSettings
 from backlight.terminal import write
 
@@ -30,7 +30,7 @@ class TraceMonitor(Monitor):
         kinds = StallsSettings.of(settings).trace
         return cls(kinds) if kinds else None
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Attach a tracer of backward passes."""
         from backlight.monitors.stalls.instrument.backward_trace import Tracer  # noqa: PLC0415 - only on request
 

@@ -10,7 +10,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from backlight import clock
-from backlight.monitor import NEVER, Monitor, RunContext
+from backlight.capture.hub import HUB
+from backlight.monitor import NEVER, Monitor, RunHandle
 from backlight.monitors.steptime.instrument.kept_tensors import (
     KeptDataTracker,
     KeptGraphTracker,
@@ -57,7 +58,7 @@ class StepTimeMonitor(Monitor):
     name = "steptime"
     records = "times of phases"
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Follow forwards, and the garbage collector."""
         self._run = run
         self._optimizers: list[dict[str, Any]] = []
@@ -77,7 +78,7 @@ class StepTimeMonitor(Monitor):
         """Record the runtime info."""
         self._pauses.stop()
         self._kept_graphs.finish()
-        info = runtime_info(self._optimizers, self._run.hub.loader_workers, self._core_wait)
+        info = runtime_info(self._optimizers, HUB.loader_workers, self._core_wait)
         self._run.notifier.event(RUNTIME_INFO, info, max(self._run.clock.done - 1, 0))
 
     def next_step(self, step: int) -> int:

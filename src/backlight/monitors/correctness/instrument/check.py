@@ -17,7 +17,7 @@ from backlight.monitors.correctness.model.facts import Fact, encode
 from backlight.registry import Registry
 
 if TYPE_CHECKING:
-    from backlight.monitor import RunContext
+    from backlight.monitor import RunHandle
 
 FIRST_STEPS = 8
 """Steps at the start of a run that are all observed."""
@@ -119,7 +119,7 @@ class Check(Listener):
     is_windowed = True
     every_step = False
 
-    def __init__(self, run: RunContext, schedule: Schedule) -> None:
+    def __init__(self, run: RunHandle, schedule: Schedule) -> None:
         self.run, self.schedule = run, schedule
         self._reports: Counter[type[Fact]] = Counter()
         self._start()
@@ -135,7 +135,7 @@ class Check(Listener):
     @property
     def due(self) -> bool:
         """Whether this step is observed; while several threads train, weights change at any time."""
-        return self.schedule.due and not self.run.hub.training.missed
+        return self.schedule.due and not HUB.training.missed
 
     def forget(self) -> None:
         """Drop what waits for a later event: the next events are not delivered."""

@@ -16,7 +16,7 @@ from backlight.capture.microbatches import Microbatches
 from backlight.capture.model_state import preserve_state
 from backlight.devices import record_events
 from backlight.interrupts import is_interrupt
-from backlight.monitor import Gradients, Monitor, RunContext
+from backlight.monitor import Gradients, Monitor, RunHandle
 from backlight.monitors.spectra.instrument.layer_selection import LayerSelection, select
 from backlight.monitors.spectra.instrument.rank_group import RankGroup, new_group
 from backlight.monitors.spectra.instrument.replicate_buffer import (
@@ -47,6 +47,7 @@ class ReplicateMonitor(Monitor):
     """
 
     name = "spectra"
+    after = ("stalls",)  # a wait for its thread at the end is no stall
     samples_for = "spectra={'split': R}"
 
     def __init__(self, options: SpectraSettings, every: int | None) -> None:
@@ -62,7 +63,7 @@ class ReplicateMonitor(Monitor):
 
     # Life
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Start the worker thread, and listen to backward passes."""
         self._run, self._notifier, self._recorder = run, run.notifier, run.recorder
         self._selection = LayerSelection(self._options, run.scope, run.recorder, run.notifier)

@@ -13,7 +13,7 @@ import tqdm
 from backlight.records import Evidence, Finding, Severity, Subject
 from backlight.registry import RULES
 from backlight.session import outputs
-from backlight.session.outputs import PrintMonitor, print_line
+from backlight.session.outputs import PrintOutput, print_line
 from backlight.session.settings import Settings
 
 ONE = Finding(
@@ -29,11 +29,11 @@ ONE = Finding(
 
 
 @pytest.fixture
-def monitor(monkeypatch: pytest.MonkeyPatch) -> tuple[PrintMonitor, io.StringIO, list[float]]:
+def monitor(monkeypatch: pytest.MonkeyPatch) -> tuple[PrintOutput, io.StringIO, list[float]]:
     clock, stream = [0.0], io.StringIO()
     monkeypatch.setattr(outputs, "clock", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr("sys.stderr", stream)
-    made = PrintMonitor.from_settings(Settings())
+    made = PrintOutput.from_settings(Settings())
     run: Any = SimpleNamespace(path="runs/first", rank=0)
     made.check_process(is_script=True)
     made.attach(run)
@@ -90,8 +90,8 @@ def test_more_lines_than_a_minute_may_have_are_counted(monitor: Any) -> None:
 
 
 def test_quiet_prints_nothing_and_other_ranks_do_not_either(capsys: pytest.CaptureFixture[str]) -> None:
-    assert PrintMonitor.from_settings(Settings.of({"quiet": True})) is None
-    made = PrintMonitor()
+    assert PrintOutput.from_settings(Settings.of({"quiet": True})) is None
+    made = PrintOutput()
     made.check_process(is_script=True)
     made.attach(SimpleNamespace(path="run", rank=1))
     assert capsys.readouterr().err == ""
@@ -118,7 +118,7 @@ def test_a_terminal_gets_a_line_of_its_own_and_a_closed_stream_nothing() -> None
 def test_a_process_without_standard_error_prints_nothing_on_standard_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = PrintMonitor()
+    made = PrintOutput()
     made.check_process(is_script=True)
     monkeypatch.setattr("sys.stderr", None)
     made.attach(SimpleNamespace(path="run", rank=0))

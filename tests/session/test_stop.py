@@ -15,7 +15,7 @@ from torch import nn
 import backlight
 from backlight.records import Finding, RunStatus, Severity, Subject
 from backlight.session.settings import Settings
-from backlight.session.stop import STOP_EXIT_CODE, StopAgreement, StopMonitor
+from backlight.session.stop import STOP_EXIT_CODE, StopAgreement, StopOutput
 
 FINDING = Finding(
     severity=Severity.ERROR,
@@ -99,7 +99,7 @@ def test_what_on_stop_raises_is_the_users_error(train: Train, tmp_path: Path) ->
 def test_rules_that_cannot_be_found_are_refused(stop_on: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):
         backlight.watch(run=tmp_path / "run", stop_on=stop_on)
-    assert StopMonitor.from_settings(Settings()) is None
+    assert StopOutput.from_settings(Settings()) is None
 
 
 @pytest.fixture

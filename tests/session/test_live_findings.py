@@ -20,8 +20,8 @@ from backlight.monitor import MONITORS, Monitor
 from backlight.records import Evidence, Finding, RunStatus, Severity, Subject
 from backlight.report.source import Source
 from backlight.report.verdict import outcome
-from backlight.session import findings_monitor
-from backlight.session.findings_monitor import FindingsMonitor, NewFindings
+from backlight.session import live_findings
+from backlight.session.live_findings import LiveFindings, NewFindings
 
 WARNING = Finding(
     severity=Severity.WARNING,
@@ -111,7 +111,7 @@ def test_a_failing_evaluation_is_one_warning(
         tried.set()
         raise OSError("gone")
 
-    monkeypatch.setattr(findings_monitor, "open_run", broken)
+    monkeypatch.setattr(live_findings, "open_run", broken)
     with pytest.warns(
         RuntimeWarning, match="not measured: findings before the end of the run, after OSError: gone"
     ):
@@ -144,7 +144,7 @@ REFUSED = """
 import sys, threading, time, torch, backlight
 from backlight.report.source import Source
 from backlight.report.verdict import outcome
-from backlight.session import findings_monitor
+from backlight.session import live_findings
 
 begun = threading.Event()
 
@@ -154,7 +154,7 @@ def evaluate(*_, **__):
     print("evaluated", flush=True)
     return []
 
-findings_monitor.evaluate_rules = evaluate
+live_findings.evaluate_rules = evaluate
 resumes = len(sys.argv) > 1
 model = torch.nn.Linear(2, 2 if resumes else 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -180,7 +180,7 @@ def test_interpreter_does_not_end_under_the_evaluation_of_a_run_that_is_refused(
 
 
 def test_other_ranks_evaluate_nothing() -> None:
-    monitor = FindingsMonitor()
+    monitor = LiveFindings()
     run: Any = SimpleNamespace(rank=1, writer=SimpleNamespace(attempt=1), account=lambda timed: None)
     monitor.attach(run)
     monitor.on_alarm(3, "non_finite")
@@ -205,7 +205,7 @@ def test_a_fact_of_the_first_step_is_delivered_during_it(
     tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a second step, a flush that is due, or an evaluation of all rules."""
-    monkeypatch.setattr(findings_monitor, "PERIOD_S", 1e9)
+    monkeypatch.setattr(live_findings, "PERIOD_S", 1e9)
     settings: dict[str, Any] = {"monitors": ("correctness",), "flush_interval": 1e9, "summary": False}
     with backlight.watch(run=tmp_path / "run", **settings):
         model = Unregistered()
@@ -227,8 +227,8 @@ def test_a_warning_about_a_fact_needs_no_second_evaluation() -> None:
 def test_a_reported_finding_that_is_not_found_at_the_end_is_withdrawn(
     tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(findings_monitor, "PERIOD_S", 0.0)
-    monkeypatch.setattr(findings_monitor, "evaluate_rules", lambda *_, **__: [WARNING, ERROR])
+    monkeypatch.setattr(live_findings, "PERIOD_S", 0.0)
+    monkeypatch.setattr(live_findings, "evaluate_rules", lambda *_, **__: [WARNING, ERROR])
     train(tmp_path / "run", listening.delivered, bad=False, flush_interval=0.01)
     printed = capfd.readouterr().err
     run = backlight.open_run(tmp_path / "run")

@@ -21,7 +21,7 @@ from backlight.monitor import StoredStep
 from backlight.notifier import Notifier
 from backlight.records import Finding, Layout, ParameterRecord, Placement
 from backlight.session.settings import Settings
-from backlight.session.trackers import monitor
+from backlight.session.trackers import output
 from backlight.session.trackers.base import TRACKERS, Point, Tracked, Tracker, TrackerError
 from backlight.session.trackers.metrics import MOST_GROUPS, Naming, groups_of, is_split, points_of, send
 from backlight.store.read.run import open_run
@@ -138,7 +138,7 @@ def test_loss_of_every_step_is_sent_recorded_or_not(tmp_path: Path, register: Ca
 
 def test_fast_loop_sends_losses_of_some_steps_and_all_that_are_not_finite() -> None:
     feed: list[Point] = []
-    of = monitor.TrackerMonitor([], {})
+    of = output.TrackerOutput([], {})
     of._offset = 0
     of._feeds = [SimpleNamespace(take=feed.append)]  # type: ignore[list-item]
     for begin in (0, 1000):
@@ -283,9 +283,9 @@ def test_warnings_as_errors_do_not_end_the_training(
 def test_hanging_tracker_is_abandoned_after_a_timeout(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "END_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(monitor, "MAX_QUEUED_POINTS", 4)
-    monkeypatch.setattr(monitor, "DELIVERY_PERIOD_S", 0.01)
+    monkeypatch.setattr(output, "END_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(output, "MAX_QUEUED_POINTS", 4)
+    monkeypatch.setattr(output, "DELIVERY_PERIOD_S", 0.01)
     free = threading.Event()
     register("stuck", lambda *_: free.wait(60) and RecordingSink())
     try:
@@ -301,15 +301,15 @@ def test_hanging_tracker_is_abandoned_after_a_timeout(
 def test_slow_tracker_drops_the_oldest_points_and_warns(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(monitor, "MAX_QUEUED_POINTS", 4)
+    monkeypatch.setattr(output, "MAX_QUEUED_POINTS", 4)
     sink, free = RecordingSink(), threading.Event()
-    stopped = monitor.Feed.ask_to_stop
+    stopped = output.Feed.ask_to_stop
 
     def ask(feed: Any, *, failed: bool) -> None:
         stopped(feed, failed=failed)
         free.set()
 
-    monkeypatch.setattr(monitor.Feed, "ask_to_stop", ask)
+    monkeypatch.setattr(output.Feed, "ask_to_stop", ask)
     register("slow", lambda *_: free.wait(60) and sink)
     with pytest.warns(RuntimeWarning, match="'slow' was too slow: 5 steps were not sent"):
         train(tmp_path / "run", ["slow"], steps=9)
@@ -335,7 +335,7 @@ def test_only_the_first_rank_has_trackers(register: Callable[..., None]) -> None
             notifier=Notifier(Path("run")),
             clock=SimpleNamespace(done=1),
         )
-        several = monitor.TrackerMonitor(settings.trackers, settings.groups)
+        several = output.TrackerOutput(settings.trackers, settings.groups)
         several.attach(run)
         several.on_step_start(0)
         several.on_step_stored(StoredStep(0, (), {"loss": 1.0}, {}))

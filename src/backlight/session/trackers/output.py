@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 from backlight import clock
 from backlight.findings.evaluate import separate_hints
 from backlight.interrupts import is_interrupt, suppressed
-from backlight.monitor import NEVER, Monitor, RunContext, StoredStep
+from backlight.monitor import NEVER, Output, RunHandle, StoredStep
 from backlight.records import Finding, ParameterRecord
 from backlight.session.trackers.base import Point, Sink, Tracked, Tracker, chosen
 from backlight.session.trackers.metrics import Naming, is_split, point_of_blobs
@@ -138,13 +138,11 @@ class Feed:
             self._notifier.unmeasured(f"tracker {self.name}", reason)
 
 
-class TrackerMonitor(Monitor):
+class TrackerOutput(Output):
     """Feeds the trackers of one run; on rank 0 only."""
 
     name = "trackers"
-    requested_by = None
     records = "what trackers get"
-    order = 20  # last: a point holds what the other monitors have added
 
     def __init__(self, given: Sequence[str], groups: Mapping[str, str]) -> None:
         self._given = given
@@ -160,7 +158,7 @@ class TrackerMonitor(Monitor):
         """Return the monitor where trackers are named."""
         return cls(settings.trackers, settings.groups) if settings.trackers else None
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Make one feed per tracker."""
         self._run, self._notifier = run, run.notifier
         self._offset = run.writer.step_offset

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from backlight import clock
 from backlight.findings.evaluate import Findings, as_reported, evaluate_rules, subjects_of
-from backlight.monitor import Monitor, RunContext
+from backlight.monitor import Output, RunHandle
 from backlight.records import Finding, Made, Severity
 from backlight.registry import RULES
 from backlight.store.format.schema import REPORTED
@@ -90,13 +90,11 @@ def _key(finding: Finding) -> _Key:
     return finding.rule, finding.subject.parameter or finding.subject.module
 
 
-class FindingsMonitor(Monitor):
+class LiveFindings(Output):
     """Evaluates the rules while the run goes on; on rank 0 only."""
 
     name = "findings"
-    requested_by = None
     records = "findings before the end of the run"
-    order = 15  # at the end before those that use the findings
 
     def __init__(self) -> None:
         self._new = NewFindings()
@@ -112,7 +110,7 @@ class FindingsMonitor(Monitor):
         """Return the monitor."""
         return cls()
 
-    def attach(self, run: RunContext) -> None:
+    def attach(self, run: RunHandle) -> None:
         """Begin to wait for the first evaluation."""
         # numpy.median does it, and would hold up a step for as long: an import has no pause.
         import_module("numpy.ma")
