@@ -55,6 +55,11 @@ def _without(kind: Any, field: str) -> Any:
     return found
 
 
+def _answer(kind: Any, name: str = "", /, **fields: Any) -> Any:
+    """Return the type of an :class:`~backlight.answer.Answer` whose record is of ``kind``."""
+    return _with(kind, name, verdict=str, facts=list[str], **fields)
+
+
 def _list(kind: Any) -> Any:
     return GenericAlias(list, (kind,))
 
@@ -309,10 +314,10 @@ ANSWERS: Mapping[str, Any] = {
     "grok list": list[_Experiment],
     "grok run": _Estimate,
     "ls": list[ListedRun],
-    "memory measure": _without(MeasuredMemory, "account"),
-    "memory predict": _without(PredictedMemory, "account"),
+    "memory measure": _answer(_without(MeasuredMemory, "account")),
+    "memory predict": _answer(_without(PredictedMemory, "account")),
     "nan": _Origin,
-    "profile": _with(ProfileResult, findings=list[Finding]),
+    "profile": _answer(ProfileResult, findings=list[Finding]),
     "query": list[Mapping[str, Any]],
     "spectra": _with(_Spectra, layers=_list(_with(_Layer, **dict.fromkeys(NUMBERS, float | None)))),
     "sweep": Scaling,

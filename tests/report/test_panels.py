@@ -65,8 +65,8 @@ def test_panels_have_unique_order_and_series() -> None:
 def test_lines_of_a_profile_are_listed(full: Source) -> None:
     (table,) = drawn(full, "lines").data["tables"]
     assert table["rows"] == [
-        ["train.py:9", "mix", "data", "30", "3.00", "75.0%"],
-        ["no line of the script", "", "data", "10", "1.00", "25.0%"],
+        ["train.py:9 (mix)", "data", "30", "3.00", "75.0%"],
+        ["no line of the script", "data", "10", "1.00", "25.0%"],
     ]
 
 
@@ -137,7 +137,7 @@ def test_profile_is_shown_as_tables(full: Source) -> None:
     assert operators["rows"][1] == ["(no operator)", "backward", "", "", "2.00", "25.0%"]
     assert joined["rows"] == [["aten::addmm", "AddmmBackward0", "2", "3.00", "7.00"]]
     assert copies["rows"][0][-1] == "train.py:7 (step)"
-    assert copies["rows"][1][:4] == ["not recorded", "not recorded", "1", ""]
+    assert copies["rows"][1][:4] == ["types not recorded", "-", "1", "-"]
     assert kinds["rows"] == [["matmul", "2", "6.00", "100.0%"]]
     assert optimisations["rows"][0][:2] == ["fused optimizer", "off"]
     assert drawn(full, "operators").remarks[0].startswith("MFU not measured: tokens per step were not given")
@@ -160,8 +160,8 @@ def test_memory_is_stacked_by_kind_and_listed_by_module(full: Source) -> None:
     assert [fact.value for fact in result.facts] == ["100 B", "forward", "measured"]
     rows = drawn(full, "memory_modules").data["tables"][0]["rows"]
     assert rows == [
-        ["<b>block", "90 B", "90 B", "30 B", "60 B"],
-        ["(no module)", "10 B", "100 B", "10 B", ""],
+        ["<b>block", "90 B", "90 B", "60 B", "30 B"],
+        ["(no module)", "10 B", "100 B", "", "10 B"],
     ]
 
 

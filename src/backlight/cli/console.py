@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from backlight.answer import Answer
+    from backlight.answer import Table as AnswerTable
     from backlight.user_code import SourceLine
 
 
@@ -192,7 +194,64 @@ class Page:
         where = before and f" Options stand before {before}."
         self.say((f"Tables: --full. All rows: --json.{where}", "dim"))
 
+    def table(self, table: AnswerTable, rows: int | None = None) -> None:
+        """Print a table, of at most ``rows`` rows, and its notes."""
+        from rich.text import Text
+
+        shown = len(table.columns) - table.wide
+        first, *others = table.columns[:shown]
+        kinds = {kind: {c.title for c in others if c.kind == kind} for kind in ("word", "text", "name")}
+        printed = make_table(
+            first.title, *(column.title for column in others),
+            left=kinds["word"], folded=kinds["text"], named=kinds["name"],
+        )  # fmt: skip
+        most = table.brief if rows is None else rows
+        for number, cells in enumerate(table.cells(most)):
+            # The last row counts those that are left out: it is no name.
+            name = Text(cells[0], style="dim") if number == most else cells[0]
+            printed.add_row(name, *cells[1:shown])
+        self._console.print(printed)
+        for note in table.notes:
+            self.note(note)
+        self._console.print()
+
+    def answer(
+        self, answer: Answer, *, full: bool = False, rows: int | None = None, before: str = ""
+    ) -> None:
+        """Print the verdict with at most ten lines behind it, or with all of them and the tables.
+
+        ``before`` is what options stand in front of.
+        """
+        findings = answer.findings or ()
+        claims = [f"{finding.label}: {finding.title}" for finding in findings]
+        facts = [*([] if full else claims), *answer.facts]
+        self.sentence((visible(answer.verdict), "bold"))
+        for fact in facts if full else facts[:FACTS]:
+            self.sentence(f"  {visible(fact)}", indent=4)
+        if full:
+            self.say()
+            for table in answer.tables:
+                self.table(table, rows)
+            for finding in findings:
+                self.sentence((f"{finding.label}: ", "bold"), finding.title)
+                self.note(finding.fix, "  fix")
+                self.sentence(("  refuted if ", "dim"), finding.refuted_if)
+        for note in answer.notes:
+            self.note(visible(note))
+        if not full and answer.tables:
+            self.more(before=before)
+
 
 def print_json(answer: Any) -> None:
     """Print a result as JSON; what JSON does not know becomes its text."""
     write(codec.encode(answer, indent=2))
+
+
+def print_answer(
+    answer: Answer, *, as_json: bool, full: bool = False, rows: int | None = None, before: str = ""
+) -> None:
+    """Print an answer as JSON or as text; see :meth:`Page.answer`."""
+    if as_json:
+        print_json(answer.as_json())
+    else:
+        Page().answer(answer, full=full, rows=rows, before=before)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from backlight.answer import Table
 from backlight.registry import Registry
 from backlight.text import visible
 
@@ -37,6 +38,28 @@ class Drawn:
     data: Mapping[str, Any]
     facts: tuple[Fact, ...] = ()
     remarks: tuple[str, ...] = ()
+
+
+MAX_ROWS = 60
+"""Rows of a table that a panel shows."""
+
+
+def table_data(table: Table, *, most: int = MAX_ROWS, is_titled: bool = True) -> dict[str, Any]:
+    """Return a table as the drawers ``figures`` and ``listing`` of the page take it."""
+    heads = [column.title[:1].upper() + column.title[1:] for column in table.columns]
+    return {
+        "title": (table.title or heads[0]) if is_titled else "",
+        "heads": heads,
+        "figures": [at for at, column in enumerate(table.columns) if column.kind == "number"],
+        "rows": list(table.cells(most)),
+    }
+
+
+def tabular(*tables: Table, facts: Sequence[Fact] = (), remarks: Sequence[str] = ()) -> Drawn:
+    """Draw tables, with titles where there are several; their notes become remarks."""
+    data = [table_data(table, is_titled=len(tables) > 1) for table in tables]
+    notes = (f"{note[:1].upper()}{note[1:]}." for table in tables for note in table.notes)
+    return Drawn("figures", {"tables": data}, tuple(facts), (*remarks, *notes))
 
 
 STATED = "stated"

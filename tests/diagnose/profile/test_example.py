@@ -92,7 +92,7 @@ def test_report_shows_the_profile(profile: Profile) -> None:
         "Time by line",
         "Time by module",
         "Operators of a step",
-        "Kinds",
+        "Kind of operation",
         "Copies (aten::copy_)",
     ):
         assert title in page

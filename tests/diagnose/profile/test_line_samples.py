@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from backlight import codec
-from backlight.cli.render.profile import show
+from backlight.cli.console import FACTS, Page
+from backlight.diagnose.profile.answer import answer as profile_answer
 from backlight.diagnose.profile.line_samples import (
     LineSampler,
     Sample,
@@ -23,7 +24,6 @@ from backlight.diagnose.profile.line_samples import (
 )
 from backlight.diagnose.profile.result import ProfileResult
 from backlight.diagnose.profile.step_summary import StepTime, summarize_steps
-from backlight.diagnose.profile.verdict import FACTS, facts, verdict
 from backlight.watchdog.stacks import Frame
 
 # Each slow line is alone in its phase, or shares it with `other_loop`; the script times both by itself.
@@ -265,14 +265,15 @@ def test_verdict_names_phase_and_line_and_at_most_ten_facts_follow(
     result = codec.convert(content, ProfileResult)
     name, phase = max(result.phases.items(), key=lambda item: item[1].share)
     top = next(row for row in result.lines or () if row.phase == name)
-    assert f"mostly {name}" in verdict(result)
-    assert top.line in verdict(result)
+    reply = profile_answer(result)
+    assert f"mostly {name}" in reply.verdict
+    assert top.line in reply.verdict
     assert phase.share > 0
-    assert 0 < len(facts(result)) <= FACTS
-    assert not any(top.line in line for line in facts(result))
-    show(result)
+    assert reply.facts
+    assert not any(top.line in line for line in reply.facts)
+    Page().answer(reply)
     short = capsys.readouterr().out.splitlines()
-    show(result, full=True)
+    Page().answer(reply, full=True)
     assert len(short) <= 2 + FACTS + len(result.not_measured)
     assert "MAD ms" in capsys.readouterr().out
     assert not any("MAD ms" in line for line in short)

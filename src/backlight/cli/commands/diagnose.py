@@ -13,7 +13,7 @@ from typer import Argument, BadParameter, Context, Option
 
 from backlight import codec
 from backlight.cli.app import command
-from backlight.cli.console import Page, print_json
+from backlight.cli.console import Page, print_answer, print_json
 from backlight.cli.options import Json, Module, Script, ScriptJson, StoreIn, Tables, parse_fail_on
 from backlight.cli.progress import count_bar
 from backlight.records import DiagnosisKind
@@ -272,10 +272,10 @@ def profile(
 
     The script is ended after its steps: some are timed by the clock alone, then a few under torch's profiler.
     """
-    from backlight.cli.render.profile import show
     from backlight.launch.script import check
 
     check(script, module=module)
+    from backlight.diagnose.profile.answer import answer
     from backlight.diagnose.profile.controls import run_controls
     from backlight.diagnose.profile.result import find_findings, profile_run, store_profile
     from backlight.diagnose.profile.run import ProfileOptions
@@ -296,12 +296,10 @@ def profile(
         if writer is not None:
             result = store_profile(replace(profiled, result=result), writer)
         found = find_findings(writer) if writer is not None and result.rank == 0 else []
-    if not as_json:
-        show(result, found, full=full)
-        if out is not None:
-            Page().note(f"{out}: backlight report {out}", "run")
-    elif result.rank == 0:
-        print_json({**codec.plain(result), "findings": codec.plain(found)})
+    if result.rank == 0 or not as_json:
+        print_answer(answer(result, found), as_json=as_json, full=full, before="the script")
+    if out is not None and not as_json:
+        Page().note(f"{out}: backlight report {out}", "run")
     return 0
 
 

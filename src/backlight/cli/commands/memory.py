@@ -10,6 +10,7 @@ from typing import Annotated
 from typer import Argument, Context, Option
 
 from backlight.cli.app import command
+from backlight.cli.console import print_answer
 from backlight.cli.options import Json, Module, Script, ScriptJson, StoreIn, Tables
 from backlight.terminal import make_console
 from backlight.text import parse_size
@@ -36,7 +37,7 @@ def memory(
     from backlight.launch.script import check
 
     check(script, module=module)
-    from backlight.cli.render.memory import print_measured
+    from backlight.diagnose.memory.answer import answer
     from backlight.diagnose.memory.measure import measure_memory
     from backlight.diagnose.memory.result import open_memory_run, store_memory
 
@@ -45,7 +46,7 @@ def memory(
         measured = measure_memory(
             script, arguments, module=module, warmup=warmup, steps=recorded, quiet=as_json
         )
-        print_measured(measured, as_json=as_json, full=full)
+        print_answer(answer(measured), as_json=as_json, full=full)
         if writer is not None:
             store_memory(writer, measured)
     return 0
@@ -73,7 +74,7 @@ def predict_memory(
     as_json: Json = False,
 ) -> int:
     """Predict the memory of a step of a recipe, and allocate nothing."""
-    from backlight.cli.render.memory import print_predicted
+    from backlight.diagnose.memory.answer import answer
     from backlight.diagnose.memory.predictor import (
         Predictor,
         UnreadRecipe,
@@ -106,7 +107,7 @@ def predict_memory(
             fit = largest_batch(predictor, unread, available, setting=batch_setting, progress=show)
             prediction = replace(prediction, fit=fit)
         status.stop()
-        print_predicted(prediction, wanted=checkpointing, as_json=as_json, full=full)
+        print_answer(answer(prediction, with_checkpointing=checkpointing), as_json=as_json, full=full)
         if writer is not None:
             store_memory(writer, prediction)
     return 0

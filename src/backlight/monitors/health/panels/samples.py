@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from backlight.answer import Table, indexed
 from backlight.monitors.health.model.spike_samples import SAMPLES
-from backlight.report.panel import Drawn, NotMeasured, panel
+from backlight.report.panel import Drawn, NotMeasured, panel, tabular
 from backlight.report.source import Source
 from backlight.store.read.run import Event
 from backlight.text import count, number, visible
@@ -14,17 +15,9 @@ ROWS = 24
 """Samples that are listed."""
 
 HEAD = (
-    "Step",
-    "Rank",
-    "Forward pass",
-    "Sample",
-    "Dataset index",
-    "Copies",
-    "Share",
-    "Norm",
-    "Loss",
-    "Norm without",
-)
+    "step", "rank", "forward pass", "sample", "dataset index", "copies", "share", "norm", "loss",
+    "norm without",
+)  # fmt: skip
 
 
 @panel(
@@ -57,8 +50,7 @@ def spike_samples(source: Source) -> Drawn | NotMeasured:
         return NotMeasured(" ".join(remarks))
     if len(rows) > ROWS:
         remarks.append(f"{count(len(rows) - ROWS, 'more sample')} were decomposed.")
-    table = {"title": "", "columns": list(HEAD), "numbers": list(range(len(HEAD))), "rows": rows[:ROWS]}
-    return Drawn("figures", {"tables": [table]}, (), tuple(remarks))
+    return tabular(Table(indexed(HEAD), rows[:ROWS]), remarks=remarks)
 
 
 def rows_of(event: Event) -> list[list[str]]:

@@ -10,9 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight import codec
-from backlight.monitors.steptime.panels.profile import ROWS, figures, table, text
+from backlight.monitors.steptime.model.step_tables import memory_tables
 from backlight.report.charts import TONES, Axis, Line, chart
-from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
+from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, tabular
 from backlight.report.source import Source
 from backlight.text import size, visible
 
@@ -137,18 +137,4 @@ def memory_modules(source: Source) -> Drawn | NotMeasured:
     account = account_of(source)
     if isinstance(account, str):
         return NotMeasured(account)
-    kinds = [kind for kind, nbytes in account.result["kinds"].items() if nbytes]
-    rows = [
-        {**{f"of {kind}": nbytes for kind, nbytes in module["kinds"].items()}, **module}
-        | {"name": module["name"] or "(no module)"}
-        for module in account.result["modules"]
-        if module["own"]
-    ]
-    by_kind = [(kind.replace("_", " ").capitalize(), f"of {kind}", _size) for kind in kinds]
-    columns = (("Module", "name", text), ("Self", "own", _size), ("Total", "inclusive", _size), *by_kind)
-    remarks = [f"{len(rows) - ROWS:,} more modules hold less."] if len(rows) > ROWS else []
-    return figures([table("", rows[:ROWS], *columns)], remarks)
-
-
-def _size(nbytes: float | None) -> str:
-    return size(nbytes) if nbytes else ""
+    return tabular(memory_tables(account.result)["modules"])

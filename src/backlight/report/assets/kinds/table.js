@@ -12,8 +12,8 @@ KINDS.failed = async (host, { reason }) => () => host.append(el("p", { class: "e
 KINDS.listing = async (host, data) => () => host.append(table(data));
 
 KINDS.figures = async (host, { tables }) => () => {
-  for (const { title, columns, numbers, rows } of tables) {
+  for (const { title, ...data } of tables) {
     if (title) host.append(el("h3", {}, title));
-    host.append(table({ name: title || columns[0], heads: columns, figures: numbers, rows }));
+    host.append(table({ name: title || data.heads[0], ...data }));
   }
 };

@@ -1,27 +1,66 @@
-"""What takes the memory of a step, in one line, and the facts behind it in at most ten."""
+"""Answer of ``memory``: what takes the memory of a step, the facts behind it, and the tables."""
 
 from __future__ import annotations
 
-from backlight.diagnose.memory.result import Fit, MeasuredMemory, PredictedMemory, Saving
+from dataclasses import replace
+
+from backlight import codec
+from backlight.answer import Answer, ended
+from backlight.diagnose.memory.result import Fit, MeasuredMemory, PredictedMemory, Saving, as_document
+from backlight.monitors.steptime.model.step_tables import checkpointed, memory_tables
 from backlight.text import count, listed, percent, scaled, size
 
 SHOWN = 3
 """Modules, tensors and operations that a line names."""
 
 
-def verdict(result: MeasuredMemory | PredictedMemory) -> str:
+def answer(result: MeasuredMemory | PredictedMemory, *, with_checkpointing: bool = False) -> Answer:
+    """Return the answer of a step; ``with_checkpointing`` is whether its effect was requested."""
+    document = as_document(result)
+    tables = memory_tables(document)
+    beyond = [f"not included: {text}" for text in result.not_seen]
+    if result.logits is not None:
+        beyond.append(f"logits: elements x (bytes + 4) is {size(result.logits.formula)}")
+    if isinstance(result, MeasuredMemory):
+        if result.allocator is None:
+            beyond.append("fragmentation: not measured, the memory is not that of a caching allocator")
+        steps = count(result.steps, "step")
+        beyond.append(f"{steps} recorded after {result.warmup}, uncompiled: a compiled step may need less")
+        notes = [*result.trouble, *ended(result.exit_code)]
+    else:
+        beyond.append(
+            f"on a GPU also: {_range(result.context_bytes)} context; with NCCL "
+            f"{_range(result.communication_bytes)}; with DDP up to {size(result.ddp_bucket_bytes[1])} "
+            "buckets (0 as views of gradients)"
+        )
+        notes = [f"assumed of {result.device}: {'; '.join(result.assumed)}"] if result.assumed else []
+        notes += [f"lower bound: {text}" for text in result.too_low]
+        if with_checkpointing and not result.checkpointing:
+            notes.append("checkpointing: this model has no sibling blocks of one structure")
+        if result.built == "real":
+            notes.append(
+                "the model had to be built with all its memory: its constructor works on no other device"
+            )
+    tables["kinds"] = replace(tables["kinds"], notes=tuple(beyond))
+    outside = "not included: context, compiled code and memory outside of torch's tensors"
+    return Answer(
+        _verdict(result), document, tuple(_facts(result)), tuple(tables.values()), (*notes, outside)
+    )
+
+
+def _verdict(result: MeasuredMemory | PredictedMemory) -> str:
     """Return the peak and what most of it is, in one line."""
     kind, nbytes = max(result.kinds.items(), key=lambda item: item[1])
     most = f"mostly {_words(kind)} ({_share(result, nbytes)})"
     line = f"peak {size(result.peak)} in {result.phase_at_peak}, {most}"
     if isinstance(result, MeasuredMemory):
         where = "" if result.device == "cpu" else f", on {result.device}"
-        grows = growth(result)
+        grows = _growth(result)
         return f"memory grows: {grows}. {line}{where}" if grows else f"{line}{where}"
     return f"predicted{', a lower bound' if result.too_low else ''}: {line}"
 
 
-def facts(result: MeasuredMemory | PredictedMemory) -> list[str]:
+def _facts(result: MeasuredMemory | PredictedMemory) -> list[str]:
     """Return the lines behind the verdict."""
     kinds = sorted(((kind, n) for kind, n in result.kinds.items() if n), key=lambda item: -item[1])
     phases = sorted(result.phases.items(), key=lambda item: -item[1])[:SHOWN]
@@ -34,25 +73,25 @@ def facts(result: MeasuredMemory | PredictedMemory) -> list[str]:
     ]
     lines = {
         "at the peak": ", ".join(f"{_words(kind)} {size(n)}" for kind, n in kinds[:4]),
-        "between steps": f"{size(result.between_steps)}; {parameters(result.parameters)}",
+        "between steps": f"{size(result.between_steps)}; {_parameters(result.parameters)}",
         "highest": ", ".join(f"{phase} {size(n)}" for phase, n in phases),
         "modules (self)": listed([f"{m.name} {size(m.own)}" for m in modules], SHOWN),
         "largest tensors": ", ".join(tensors),
-        "logits": logits(result),
+        "logits": _logits(result),
     }
     if isinstance(result, MeasuredMemory):
-        lines["allocator"] = allocator(result)
+        lines["allocator"] = _allocator(result)
     else:
-        lines["operations"] = operations(result)
-        lines["checkpointing"] = "; ".join(saving(one) for one in result.checkpointing[-1:])
-        lines["largest batch"] = "" if result.fit is None else fit(result.fit)
+        lines["operations"] = _operations(result)
+        lines["checkpointing"] = "; ".join(_saving(one) for one in result.checkpointing[-1:])
+        lines["largest batch"] = "" if result.fit is None else _fit(result.fit)
     if result.workspaces:
         calls = listed([f"{n} x {name}" for name, n in result.workspaces.items()], SHOWN)
         lines["workspaces of kernels on top"] = f"not predictable, {calls}"
     return [f"{name}: {text}" for name, text in lines.items() if text]
 
 
-def growth(result: MeasuredMemory) -> str:
+def _growth(result: MeasuredMemory) -> str:
     """Return what keeps graphs or tensors of earlier steps, and the line; empty without any."""
     kept = result.kept_graphs or result.kept_data
     if kept is None:
@@ -65,7 +104,7 @@ def growth(result: MeasuredMemory) -> str:
     return f"{name} keeps the graphs of {count(kept['until'] - kept['since'] + 1, 'step')}{line}"
 
 
-def logits(result: MeasuredMemory | PredictedMemory) -> str:
+def _logits(result: MeasuredMemory | PredictedMemory) -> str:
     """Return what the logits take, empty without any."""
     found = result.logits
     if found is None:
@@ -74,7 +113,7 @@ def logits(result: MeasuredMemory | PredictedMemory) -> str:
     return f"{list(found.shape)} {found.dtype} take {size(found.bytes)}, {most}"
 
 
-def allocator(result: MeasuredMemory) -> str:
+def _allocator(result: MeasuredMemory) -> str:
     """Return the state of a caching allocator, empty without one."""
     found = result.allocator
     if found is None:
@@ -85,27 +124,21 @@ def allocator(result: MeasuredMemory) -> str:
     )
 
 
-def operations(result: PredictedMemory) -> str:
+def _operations(result: PredictedMemory) -> str:
     """Return the operations of a step, empty where none were counted."""
     flops = result.flops
-    recomputed = f", of which {flop(flops.recomputed)} recomputed" if flops.recomputed else ""
-    both = f"{flop(flops.forward)} forward, {flop(flops.backward)} backward{recomputed}"
+    recomputed = f", of which {scaled(flops.recomputed, 'FLOP')} recomputed" if flops.recomputed else ""
+    both = f"{scaled(flops.forward, 'FLOP')} forward, {scaled(flops.backward, 'FLOP')} backward{recomputed}"
     return both if flops.step else ""
 
 
-def saving(one: Saving) -> str:
+def _saving(one: Saving) -> str:
     """Return the effect of checkpointing."""
     costs = f"for {percent(one.share_of_step)} more operations"
-    return f"{wrapped(one)} saves {size(one.saved)} of the peak {costs}"
+    return f"{checkpointed(codec.plain(one))} saves {size(one.saved)} of the peak {costs}"
 
 
-def wrapped(one: Saving) -> str:
-    """Return the modules that are checkpointed."""
-    amount = len(one.wrapped)
-    return one.wrapped[0] if amount == 1 else f"all {amount} {one.type} of {one.parent or 'the model'}"
-
-
-def fit(found: Fit) -> str:
+def _fit(found: Fit) -> str:
     """Return the largest batch within a budget."""
     end = (
         f"{found.setting}={found.above} takes {size(found.peak_above)}"
@@ -115,17 +148,12 @@ def fit(found: Fit) -> str:
     return f"{found.setting}={found.batch} takes {size(found.peak)} of {size(found.budget)}; {end}"
 
 
-def parameters(amount: int) -> str:
+def _parameters(amount: int) -> str:
     """Return a number of parameters in words."""
     for unit, factor in ((" B", 1e9), (" M", 1e6), ("k", 1e3)):
         if amount >= factor:
             return f"{amount / factor:.3g}{unit} parameters"
     return f"{amount} parameters"
-
-
-def flop(amount: float) -> str:
-    """Return a number of operations with its unit."""
-    return scaled(amount, "FLOP")
 
 
 def _words(kind: str) -> str:
@@ -134,3 +162,7 @@ def _words(kind: str) -> str:
 
 def _share(result: MeasuredMemory | PredictedMemory, nbytes: int) -> str:
     return percent(nbytes / result.peak) if result.peak else "-"
+
+
+def _range(pair: tuple[int, int]) -> str:
+    return f"{size(pair[0])} to {size(pair[1])}"

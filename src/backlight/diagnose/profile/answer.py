@@ -1,18 +1,20 @@
-"""What limits the step of a profile, in one line, and the facts behind it."""
+"""Answer of a profile: what limits the step, the facts behind it, and the tables."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from backlight import codec
+from backlight.answer import Answer, ended
 from backlight.diagnose.profile.causes import cause_line, find_causes, read_line
+from backlight.monitors.steptime.model.step_tables import profile_tables
 from backlight.text import count, duration, listed, percent
 
 if TYPE_CHECKING:
     from backlight.diagnose.profile.line_samples import LineTime
     from backlight.diagnose.profile.result import ProfileResult
-
-FACTS = 10
-"""Lines that are printed after the verdict."""
+    from backlight.records import Finding
 
 LINES, SHOWN = 4, 3
 """Source lines, and parts of another fact, that are listed."""
@@ -27,7 +29,25 @@ COPY_SHARE = 0.05
 """Share of a step from which a copy is listed."""
 
 
-def verdict(result: ProfileResult) -> str:
+def answer(result: ProfileResult, findings: Sequence[Finding] = ()) -> Answer:
+    """Return the answer of a profile; that of a rank that is not traced has no facts and no tables."""
+    notes = [f"not measured: {trouble}" for trouble in result.not_measured]
+    if result.trace is not None:
+        notes.append(f"trace: {result.trace} (chrome://tracing, ui.perfetto.dev)")
+    if result.rank != 0:
+        return Answer(_verdict(result), result, notes=(*notes, *ended(result.exit_code)))
+    controls = tuple(control.text for control in result.controls)
+    return Answer(
+        _verdict(result),
+        result,
+        facts=(*controls, *_facts(result)),
+        tables=tuple(profile_tables(codec.plain(result)).values()),
+        notes=(*notes, *ended(result.exit_code)),
+        findings=tuple(findings),
+    )
+
+
+def _verdict(result: ProfileResult) -> str:
     """Return what limits the step, in one line."""
     step = result.step
     if step is None:
@@ -49,12 +69,12 @@ def verdict(result: ProfileResult) -> str:
     return f"{line}{where}; {cause_line(causes[0])}" if causes else f"{line}{where}"
 
 
-def facts(result: ProfileResult) -> list[str]:
+def _facts(result: ProfileResult) -> list[str]:
     """Return the lines behind the verdict, the most important first."""
     step = result.step.median_ms if result.step is not None else 0.0
     # Shares of the median step add up to it; medians of the phases do not.
     phases = ", ".join(f"{name.replace('_', ' ')} {p.share * step:.1f}" for name, p in result.phases.items())
-    above = verdict(result)
+    above = _verdict(result)
     lines = [one for one in result.lines or () if one.line and one.ms >= LINE_SHARE * step]
     lines = [one for one in lines if line_text(one) not in above]
     copies = [row for row in result.copies or () if row.share >= COPY_SHARE][:1]
@@ -74,7 +94,7 @@ def facts(result: ProfileResult) -> list[str]:
         "throughput": _throughput(result),
         "not in use": listed(off),
     }
-    return [f"{name}: {text}" for name, text in named.items() if text][:FACTS]
+    return [f"{name}: {text}" for name, text in named.items() if text]
 
 
 def line_name(row: LineTime) -> str:
