@@ -15,11 +15,17 @@ PARALLEL := -n $(JOBS) --dist worksteal
 ALONE_JOBS ?= $(shell echo $$(( $(CORES) > 1 ? 2 : 1 )))
 ALONE := tests/diagnose/test_matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups tests/watchdog
 
-.PHONY: demo test test-full test-gpu lint coverage setups compatibility bench docs clean
+# Where quick tests are: collecting the others takes seconds.
+QUICK := $(addprefix tests/, test_*.py analysis capture cli diagnose experiments findings measure monitors report session store trace watchdog)
+
+.PHONY: demo quick test test-full test-gpu lint coverage setups compatibility bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo  ## install, find a bug in a small script, train with the fix, show both reports
 	$(BIN)/backlight demo
+
+quick: $(VENV)/.dev  ## no processes, no ranks: less than a minute on 2 cores
+	$(TESTS) -n $(CORES) --dist loadfile --no-processes -m "not slow and not full and not alone" $(QUICK)
 
 test: $(VENV)/.dev  ## every mechanism at least once; `make lint` checks style, types and import contracts
 	$(TESTS) $(PARALLEL) -m "not full and not alone"

@@ -4,7 +4,9 @@ import gc
 import importlib.abc
 import importlib.util
 import itertools
+import multiprocessing.util
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -151,6 +153,26 @@ def only_new_models(monkeypatch: pytest.MonkeyPatch) -> None:
     gc.collect()
     gc.freeze()  # frozen objects are not found by gc.get_objects()
     monkeypatch.setattr(HUB, "seen", SeenModules())
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-processes", action="store_true", help="Fail tests that start a process (`make quick`)."
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    is_controller = not hasattr(config, "workerinput") and config.getoption("numprocesses", None)
+    if config.getoption("--no-processes") and not is_controller:
+        platform.processor()  # asks a process the first time, as importing h5py does
+        sys.addaudithook(_refuse_processes)
+        multiprocessing.util.spawnv_passfds = lambda *_: _refuse_processes("os.spawn")  # not audited
+
+
+def _refuse_processes(event: str, *_: object) -> None:
+    # A failure of pytest is no Exception, so that what starts the process does not handle it.
+    if event in {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system"}:
+        pytest.fail("starts a process, so it needs the mark `slow`")
 
 
 def pytest_sessionfinish() -> None:

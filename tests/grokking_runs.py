@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.store.read.run import Run, open_run
+from backlight.store.read.run import Run
 from backlight.store.write.writer import RunWriter
+from run_builder import build_run
 
 CHANCE, SIZE = 1 / 23, 265
 LAYERS = ("embed", "blocks.0", "head")
@@ -47,20 +49,16 @@ def accuracies(plan: Grok, steps: NDArray[np.int64]) -> tuple[NDArray[np.float64
 
 def write_scalars(path: Path, *rows: tuple[int, dict[str, float]]) -> Run:
     """Write a run with scalars of the user, as (step, values), and open it."""
-    writer = RunWriter.create(path, monitors=("grokking",))
+    logged: dict[int, dict[str, float]] = {}
     for step, values in rows:
-        writer.scalars(step, values, source="user")
-    writer.close()
-    return open_run(path)
+        logged.setdefault(step, {}).update(values)
+    return build_run(path, monitors=("grokking",), user=logged)
 
 
 def write_grokking_run(path: Path, plan: Grok | None = None) -> Run:
     """Write a run by ``plan`` and open it."""
-    plan = plan or Grok()
-    writer = RunWriter.create(path, name="oracle", script="grok", monitors=("grokking",))
-    write_grokking(writer, plan)
-    writer.close()
-    return open_run(path)
+    write = partial(write_grokking, plan=plan or Grok())
+    return build_run(path, name="oracle", script="grok", monitors=("grokking",), write=write)
 
 
 def write_grokking(writer: RunWriter, plan: Grok) -> None:

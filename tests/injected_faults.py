@@ -24,9 +24,8 @@ from backlight.monitors.correctness.rules.uneven_microbatches import Classes, Un
 from backlight.monitors.correctness.rules.weight_changes import ChangedAfterStep, RoundedStep
 from backlight.records import Evidence, Finding, Made, ParameterRecord, Severity, Subject
 from backlight.store.read.run import Run, open_run
-from backlight.store.write.writer import RunWriter
 from grokking_runs import write_grokking_run
-from run_builder import build_health_run, build_steptime_run
+from run_builder import build_health_run, build_run, build_steptime_run, fill, open_ranks
 
 Fault = Callable[[Path], Run]
 GIB = 2**30
@@ -81,27 +80,20 @@ def steptime(phases: Any = None, **more: Any) -> Fault:
 
 
 def stall(path: Path) -> Run:
-    writer = RunWriter.create(path, monitors=("stalls",))
-    writer.finding(
-        Finding(
-            rule="stall",
-            monitor="stalls",
-            severity=Severity.ERROR,
-            title="BLOCKED: the main thread waits for a lock",
-            detail="CPU 0 %; 12 s.",
-            subject=Subject(step=7, rank=0, verdict="BLOCKED", phase="forward"),
-            evidence=(Evidence("events/stall", 7, "confidence high"),),
-            fix="Find the thread that holds the lock.",
-            refuted_if="the step goes on without being touched.",
-            made=Made.LIVE,
-        )
-    )
-    writer.close()
-    return open_run(path)
+    finding = Finding(
+        rule="stall", monitor="stalls", severity=Severity.ERROR,
+        title="BLOCKED: the main thread waits for a lock", detail="CPU 0 %; 12 s.",
+        subject=Subject(step=7, rank=0, verdict="BLOCKED", phase="forward"),
+        evidence=(Evidence("events/stall", 7, "confidence high"),),
+        fix="Find the thread that holds the lock.",
+        refuted_if="the step goes on without being touched.", made=Made.LIVE,
+    )  # fmt: skip
+    return build_run(path, monitors=("stalls",), findings=[finding])
 
 
-def write(writer: RunWriter, fact: Fact) -> None:
-    writer.event(fact.step, fact.event, encode(fact))
+def correctness(path: Path, *facts: Fact, **more: Any) -> Run:
+    events = [(fact.step, fact.event, encode(fact)) for fact in facts]
+    return build_run(path, monitors=("correctness",), events=events, **more)
 
 
 AB = Names.of(["a.weight", "b.weight"])
@@ -109,32 +101,18 @@ AB = Names.of(["a.weight", "b.weight"])
 
 def contradiction(fact: Fact, steps: tuple[int, ...] = (0, 1, 2)) -> Fault:
     """Return a function that writes a run of the monitor correctness with one contradiction per step."""
-
-    def make(path: Path) -> Run:
-        writer = RunWriter.create(path, monitors=("correctness",))
-        for step in steps:
-            write(writer, replace(fact, step=step))
-        writer.close()
-        return open_run(path)
-
-    return make
+    return lambda path: correctness(path, *(replace(fact, step=step) for step in steps))
 
 
 def guessing(path: Path) -> Run:
-    writer = RunWriter.create(path, monitors=("correctness",))
-    write(writer, Classes(0, classes=10, factor=1.0))
-    for step in range(0, 1200, 10):
-        writer.scalars(step, {"loss": 2.3026 + 0.01 * (step % 3)})
-    writer.close()
-    return open_run(path)
+    loss = {step: 2.3026 + 0.01 * (step % 3) for step in range(0, 1200, 10)}
+    return correctness(path, Classes(0, classes=10, factor=1.0), scalars={"loss": loss})
 
 
 def uneven(path: Path) -> Run:
-    writer = RunWriter.create(path, monitors=("correctness",))
-    for step, targets in enumerate(((812, 96), (455, 701), (230, 948))):
-        write(writer, UnevenMicrobatches(step, targets, max(targets) / min(targets), step + 1))
-    writer.close()
-    return open_run(path)
+    targets = (812, 96), (455, 701), (230, 948)
+    facts = (UnevenMicrobatches(i, of, max(of) / min(of), i + 1) for i, of in enumerate(targets))
+    return correctness(path, *facts)
 
 
 def replicas(
@@ -142,19 +120,16 @@ def replicas(
     unsynced: bool = False,
 ) -> Run:  # fmt: skip
     """Write a run of two ranks with the norms of the weight ``a`` at each step; ``b`` is equal on both."""
-    writers = [
-        RunWriter.create(path, rank=rank, world_size=2, run_id="one", monitors=("correctness",))
-        for rank in (0, 1)
-    ]
     promises = (Promise(by, (0, 1), exact, rows=(0, 1)),) if by else ()
-    for rank in (1, 0):  # an attempt ends with its rank 0
-        writer = writers[rank]
-        write(writer, Followed(0, ("a.weight", "b.weight"), promises))
-        for step, norm in enumerate((weights, other)[rank]):
+    ranks = zip(open_ranks(path, monitors=("correctness",)), (weights, other), strict=True)
+    for writer, values in reversed([*ranks]):  # an attempt ends with its rank 0
+        facts: list[Fact] = [Followed(0, ("a.weight", "b.weight"), promises)]
+        for step, norm in enumerate(values):
             for moment in MOMENTS:
                 norms = np.array([norm if moment == "weights" else 1.0, 2.0 + step], np.float32)
                 content = encoded(norms.view(np.int32).astype(int), norms)
-                write(writer, Digests(step, moment, step + (moment == "gradients"), unsynced, *content))
+                facts.append(Digests(step, moment, step + (moment == "gradients"), unsynced, *content))
+        fill(writer, events=[(fact.step, fact.event, encode(fact)) for fact in facts])
         writer.close()
     return open_run(path)
 

@@ -105,7 +105,7 @@ def build_run(path: Path, *, status: RunStatus = RunStatus.FINISHED, **options: 
     writer = RunWriter.create(path, **options)
     fill(writer, **records)
     writer.close(status)
-    return open_run(path)
+    return open_run(writer.path)  # a rank that joins no run has a directory of its own
 
 
 def build_health_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from backlight.monitors.spectra.model.echo_records import (
     record_measured,
 )
 from backlight.store.format.spectra import Layer
-from backlight.store.read.run import Run, open_run
+from backlight.store.read.run import Run
 from backlight.store.write.writer import RunWriter
+from run_builder import build_run
 
 SHAPES = {"blocks.0.attn.qkv.weight": (40, 24), "blocks.0.mlp.up.weight": (32, 32), "head.weight": (20, 36)}
 STRENGTHS = {
@@ -81,9 +83,7 @@ def write_spectra(writer: RunWriter, plan: Injected) -> None:
 
 def write_spectra_run(path: Path, plan: Injected | None = None) -> Run:
     """Write a run by ``plan``, or a further attempt of one, and open it."""
-    writer = RunWriter.create(
-        path, name="spectra", script="train.py", monitors=("spectra",), step_offset=0, resume=path.exists()
-    )
-    write_spectra(writer, plan or Injected())
-    writer.close()
-    return open_run(path)
+    return build_run(
+        path, name="spectra", script="train.py", monitors=("spectra",), step_offset=0, resume=path.exists(),
+        write=partial(write_spectra, plan=plan or Injected()),
+    )  # fmt: skip

@@ -63,13 +63,14 @@ def test_interleaved_pairs_find_difference_on_noisy_machine(recorded: list[str])
     assert recorded[:4] == ["a-0", "b-0", "b-1", "a-1"]
     assert progress[-1] == (12, 12)
     rows = {row.name: row for row in result.times.rows}
-    assert rows["step"].is_significant
+    assert rows["step"].found
     assert rows["step"].low <= 1.03 <= rows["step"].high
     assert rows["backward"].low <= 1.05 <= rows["backward"].high
-    assert not rows["other"].is_significant
+    assert not rows["other"].found
     assert result.times.counts == (6, 6)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_never_steady_costs_no_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def run(
         command: str, line: Callable[[Path, int], list[str]], out: Path, steps: int, limit: float
@@ -124,6 +125,7 @@ def test_command_runs_under_backlight_run(command: str, expected: list[str]) -> 
     assert (line[0] == "env") == command.startswith("KEY")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "limit", "message"),
     [
@@ -143,6 +145,7 @@ def test_failure_summary_ends_at_exception() -> None:
     assert ab_test._last_lines("") == "it printed nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("recorded")
 def test_json_of_an_assumed_variation(command: Callable[..., tuple[int, str, str]]) -> None:
     code, out, _ = command("compare", "--ab", "train.py", "python train.py --slow", "--json")

@@ -132,6 +132,7 @@ def test_a_learning_rate_that_differs_later_is_a_sentence(tmp_path: Path) -> Non
     assert not any("rate differs" in note for note in compare([runs[0], runs[0]]).notes)
 
 
+@pytest.mark.slow
 def test_three_runs_have_three_columns(tmp_path: Path) -> None:
     runs = [write(tmp_path / name, loss=loss) for name, loss in (("a", 2.0), ("b", 2.0), ("c", 3.0))]
     found = compare(runs)
@@ -275,6 +276,7 @@ def test_findings_name_their_runs(tmp_path: Path) -> None:
     assert found == {"x is NaN": (("A",), ("C",)), "y is NaN": (("A", "B"), ("C",))}
 
 
+@pytest.mark.slow
 def test_repeats_are_equal_runs_of_the_directory(tmp_path: Path) -> None:
     def run(name: str, level: float, *options: str) -> Run:
         fingerprint = changed(arguments=(*PRINT.arguments, *options))

@@ -76,6 +76,7 @@ def test_lists_and_summarises_runs(call: Call) -> None:
     assert "No findings" in summary["recorded"]["result"]
 
 
+@pytest.mark.slow
 def test_findings_are_bounded_and_counted(call: Call) -> None:
     answer = call("findings", run="many")
     shown = answer["recorded"]["findings"]
@@ -127,6 +128,7 @@ def test_documents_a_rule(call: Call) -> None:
     assert "## Known limitations" in whole["text"]
 
 
+@pytest.mark.slow
 def test_diagnoses_a_process_of_this_user(call: Call) -> None:
     recorded = call("diagnose_process", pid=os.getppid(), seconds=0.5)["recorded"]
     assert recorded["diagnosis"]["kind"]
@@ -152,6 +154,7 @@ def test_refuses_in_one_line(call: Call, tool: str, arguments: dict[str, Any], m
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_reads_only(call: Call, runs: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
     call("findings", run="many")
@@ -159,6 +162,7 @@ def test_reads_only(call: Call, runs: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_console_script_serves_over_stdio(runs: Path) -> None:
     async def ask() -> Any:
         command = str(Path(sys.executable).with_name("backlight"))

@@ -42,6 +42,7 @@ def select(run: Run, statement: str) -> list[tuple[Any, ...]]:
         return list(answer.rows())
 
 
+@pytest.mark.slow
 def test_query_results_equal_reader(run: Run) -> None:
     frame = run.frame("gradient", "norm")
     largest = select(run, "select parameter, max(norm) m from gradient group by parameter order by m desc")
@@ -62,6 +63,7 @@ def test_query_results_equal_reader(run: Run) -> None:
     assert counts == [(ratio.values.size, int(ratio.measured.sum()))]
 
 
+@pytest.mark.slow
 def test_every_table_can_be_queried(run: Run) -> None:
     for name, table in tables(run).items():
         with query(run, f"select * from {name}") as answer:
@@ -128,6 +130,7 @@ def test_query_leaves_run_directory_unchanged(run: Run) -> None:
     assert sorted(p.name for p in run.path.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_query_command(command: Command, path: Path, tmp_path: Path) -> None:
     statement = 'select step, loss, "user/accuracy" from steps order by step'
     code, out, _ = command("query", path, statement, "--json")

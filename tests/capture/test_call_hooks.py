@@ -236,6 +236,7 @@ def test_replacement_by_someone_else_stays(calls: list[str], follow: Callable[..
         Calling.__call__ = original  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_class_of_the_main_module_pickled_by_value(tmp_path: Path, follow: Callable[..., CallHooks]) -> None:
     cloudpickle = pytest.importorskip("cloudpickle")
     space: dict[str, Any] = {"nn": nn, "__name__": "__main__"}
@@ -246,6 +247,7 @@ def test_class_of_the_main_module_pickled_by_value(tmp_path: Path, follow: Calla
     assert without_backlight(tmp_path, "model = pickle.load(open('model.pkl', 'rb'))") == "torch.Size([2, 4])"
 
 
+@pytest.mark.slow
 def test_checkpoint_of_a_watched_script_loads_without_backlight(tmp_path: Path) -> None:
     script = tmp_path / "net.py"
     script.write_text("import torch\nclass Net(torch.nn.Linear):\n    pass\n")

@@ -73,6 +73,7 @@ def test_each_forward_is_tracked_once(tmp_path: Path, monitors: tuple[str, ...],
         assert not len(run.scalar("phase/between").steps)
 
 
+@pytest.mark.slow
 def test_no_forward_hooks_without_a_forward_monitor(tmp_path: Path) -> None:
     assert train(tmp_path / "run", ("grokking",))[1] == [0, 0, 0]
 

@@ -46,6 +46,7 @@ print("kept", len(kept), "steps", 3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "profile"])
 def test_half_built_loaders_and_optimizers_are_passed_over(tmp_path: Path, command: str) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)

@@ -36,6 +36,7 @@ def leaves() -> list[Tensor]:
     return [o for o in gc.get_objects() if issubclass(type(o), torch.nn.Parameter)]
 
 
+@pytest.mark.slow
 @EVERY
 def test_steps_and_parameter_names(case: Case) -> None:
     with tracking() as sink:
@@ -122,6 +123,7 @@ def test_loss_is_recorded_before_scaling() -> None:
     assert plain.of_steps("loss") == pytest.approx(scaled.of_steps("loss"), rel=0.05)
 
 
+@pytest.mark.slow
 def test_skipped_steps_are_reported() -> None:
     with tracking() as sink:
         CASES["scaler_skips"].train()
@@ -131,6 +133,7 @@ def test_skipped_steps_are_reported() -> None:
     assert [bool(s.skipped) for s in sink.summaries] == [False, True, False, False]
 
 
+@pytest.mark.slow
 def test_manual_weight_change_is_observed() -> None:
     with tracking() as sink:
         CASES["clipped_by_hand"].train()
@@ -245,6 +248,7 @@ def test_model_is_freed_as_without_backlight() -> None:
         CASES["plain"].train()
 
 
+@pytest.mark.slow
 def test_forked_child_reports_no_events() -> None:
     import os
 

@@ -38,6 +38,7 @@ def test_dumps_are_diagnosed(command: Command, dumps: Path) -> None:
     assert "rank 2 left no dump" in out
 
 
+@pytest.mark.slow
 def test_many_ranks_are_printed_in_part_without_full(command: Command, tmp_path: Path) -> None:
     waits = entry(number=2, state="started")
     for rank in range(40):
@@ -71,6 +72,7 @@ def test_threads_and_frames_are_printed_in_part_without_full(capsys: pytest.Capt
     assert len(capsys.readouterr().out.splitlines()) > 9 * 30
 
 
+@pytest.mark.slow
 def test_run_adds_the_steps_of_its_ranks(command: Command, dumps: Path, run_with_nan: Path) -> None:
     code, out, _ = command("attach", "--flight-recorder", str(dumps), "--run", str(run_with_nan), "--json")
     assert code == 0

@@ -29,6 +29,7 @@ def healthy_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_findings(command: Run, refused: Refused, run_with_nan: Path, healthy_run: Path) -> None:
     code, out, _ = command("findings", run_with_nan)
     assert code == 0
@@ -46,6 +47,7 @@ def test_findings(command: Run, refused: Refused, run_with_nan: Path, healthy_ru
     assert "non_finite" in refused("findings", run_with_nan, "--fail-on", "nonfinite")
 
 
+@pytest.mark.slow
 def test_report(command: Run, run_with_nan: Path, tmp_path: Path) -> None:
     code, out, _ = command("report", run_with_nan, "--out", tmp_path / "page.html")
     assert code == 0
@@ -57,6 +59,7 @@ def test_report(command: Run, run_with_nan: Path, tmp_path: Path) -> None:
     assert "last.weight" in (tmp_path / "page.md").read_text()
 
 
+@pytest.mark.slow
 def test_report_shows_parameter_groups(command: Run, tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -67,6 +70,7 @@ def test_report_shows_parameter_groups(command: Run, tmp_path: Path) -> None:
     assert "body / head" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.slow
 def test_export(command: Run, refused: Refused, healthy_run: Path, tmp_path: Path) -> None:
     import pyarrow.parquet
 
@@ -81,6 +85,7 @@ def test_export(command: Run, refused: Refused, healthy_run: Path, tmp_path: Pat
     assert ".parquet" in refused("export", healthy_run, tmp_path / "out.xls")
 
 
+@pytest.mark.slow
 def test_compact_and_doctor(command: Run, healthy_run: Path) -> None:
     code, out, _ = command("compact", healthy_run)
     assert code == 0

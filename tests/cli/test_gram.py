@@ -83,6 +83,7 @@ def test_table_fits_80_columns_and_rows_limits_it(
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_bad_input_is_refused(
     recipe: Path, command: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ LIGHT = ("--set", "measures.vectors=0", "--set", "measures.window=0", "--set", "
 SMALL = ("--set", "run.disk_free=0", "--set", "run.flush_seconds=0.2")
 
 
+@pytest.mark.slow
 def test_list_and_config(command: Run, tmp_path: Path) -> None:
     code, out, _ = command("grok", "list")
     assert code == 0
@@ -38,6 +39,7 @@ def test_list_and_config(command: Run, tmp_path: Path) -> None:
     assert next(part for part in json.loads(out)["parts"] if part["name"] == "training")["times"] == 70
 
 
+@pytest.mark.slow
 def test_run_resume_and_export(command: Run, refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "run"
     code, out, errors = command(
@@ -66,6 +68,7 @@ def test_run_resume_and_export(command: Run, refused: Refused, tmp_path: Path) -
         assert np.array_equal(stored[name]["value"][()], np.stack(values))
 
 
+@pytest.mark.slow
 def test_control_runs_alongside_the_run(command: Run, tmp_path: Path) -> None:
     path = tmp_path / "run"
     code, _, errors = command(
@@ -93,6 +96,7 @@ def test_unknown_control_is_refused_before_training(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_estimate_reports_what_does_not_fit(command: Run) -> None:
     code, out, errors = command(
         "grok", "run", "oracle", "--dry-run", "--set", "run.disk_free=900000000000000"
@@ -106,6 +110,7 @@ def test_estimate_reports_what_does_not_fit(command: Run) -> None:
     assert found["disk_bytes"] == sum(part["disk_bytes"] for part in found["parts"])
 
 
+@pytest.mark.slow
 def test_run_that_does_not_fit_is_refused(refused: Refused, tmp_path: Path) -> None:
     huge = ("--set", "run.disk_free=900000000000000")
     errors = refused("grok", "run", "oracle", *huge, "--degrade", "--out", tmp_path / "run")
@@ -113,6 +118,7 @@ def test_run_that_does_not_fit_is_refused(refused: Refused, tmp_path: Path) -> N
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_slurm_script_is_written(command: Run, refused: Refused, tmp_path: Path) -> None:
     file, logs = tmp_path / "job.sh", tmp_path / "runs" / "slurm"
 

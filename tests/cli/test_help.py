@@ -28,6 +28,7 @@ def all_commands() -> Iterator[tuple[str, Any]]:
         yield from [(name, command)] if inner is None else ((f"{name} {n}", c) for n, c in inner.items())
 
 
+@pytest.mark.slow
 def test_no_help_page_is_wider_than_80_columns(command: Callable[..., tuple[int, str, str]]) -> None:
     for name, one in [*all_commands(), ("", None)]:
         code, out, _ = command(*name.split(), "--help")
@@ -40,6 +41,7 @@ def test_no_help_page_is_wider_than_80_columns(command: Callable[..., tuple[int,
             assert all(o in out for p in one.params for o in p.opts if o.startswith("-")), name
 
 
+@pytest.mark.slow
 def test_only_commands_that_run_a_script_mention_its_prints(
     command: Callable[..., tuple[int, str, str]],
 ) -> None:
@@ -69,6 +71,7 @@ def test_every_command_has_an_example_that_parses() -> None:
             assert not context.args or context.allow_extra_args, line
 
 
+@pytest.mark.slow
 def test_console_script_prints_groups_in_order_and_exits_0(console_script: Console, tmp_path: Path) -> None:
     for arguments in ((), ("-h",)):
         done = console_script(tmp_path, *arguments)
@@ -80,6 +83,7 @@ def test_console_script_prints_groups_in_order_and_exits_0(console_script: Conso
     assert console_script(tmp_path, "-V").stdout == console_script(tmp_path, "--version").stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "expected"), [("backlight wh", "why-no-grad"), ("backlight nan --fa", "--fail-on")]
 )
@@ -95,6 +99,7 @@ def test_completion_completes_commands_and_options(line: str, expected: str) -> 
     assert (done.stdout.split(), done.stderr) == ([expected], "")
 
 
+@pytest.mark.slow
 def test_fail_on_an_unknown_name_is_refused_before_the_script_runs(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -107,6 +112,7 @@ def test_fail_on_an_unknown_name_is_refused_before_the_script_runs(
         assert message in refused(*name.split(), "--fail-on", given, tmp_path / "train.py")
 
 
+@pytest.mark.slow
 def test_the_reference_of_the_site_has_every_command() -> None:
     import building  # in the folder of the docs
 

@@ -21,8 +21,8 @@ from backlight.records import Evidence, Finding, RunStatus, Severity, Subject
 from backlight.store.format.manifest import Summary, read_manifest
 from backlight.store.format.schema import EVALUATED
 from backlight.store.read.run_list import ListedRun, list_runs
-from backlight.store.write.writer import RunWriter
 from cases import build, loop
+from run_builder import build_run
 
 ConsoleScript = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -47,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_ls_lists_the_newest_first_in_80_columns(console_script: ConsoleScript, folder: Path) -> None:
     done = console_script(folder, "ls")
     assert (done.returncode, done.stderr) == (0, "")
@@ -71,13 +72,13 @@ def test_ls_lists_the_newest_first_in_80_columns(console_script: ConsoleScript, 
     ],
 )
 def test_ls_says_what_the_loss_is(scalars: dict[str, float], shown: str, tmp_path: Path) -> None:
-    with RunWriter.create(tmp_path / "run") as writer:
-        writer.scalars(0, {"loss": 0.5} | scalars)
+    build_run(tmp_path / "run", scalars={0: {"loss": 0.5} | scalars})
     stream = io.StringIO()
     print_runs(list_runs(tmp_path), Console(file=stream, width=100))
     assert f" {shown}  " in stream.getvalue()
 
 
+@pytest.mark.slow
 def test_a_run_without_a_step_is_not_measured(tmp_path: Path) -> None:
     with backlight.watch(build(), run=tmp_path / "run", quiet=True):
         pass
@@ -85,6 +86,7 @@ def test_a_run_without_a_step_is_not_measured(tmp_path: Path) -> None:
     assert (run.steps, run.evaluated) == (0, False)
 
 
+@pytest.mark.slow
 def test_ls_prints_json(console_script: ConsoleScript, folder: Path) -> None:
     newest, older, *others = json.loads(console_script(folder, "ls", "--json").stdout)
     assert newest["steps"] == older["steps"] == 30
@@ -95,6 +97,7 @@ def test_ls_prints_json(console_script: ConsoleScript, folder: Path) -> None:
     assert {Path(other["path"]).name for other in others} == {"foreign", "damaged"}
 
 
+@pytest.mark.slow
 def test_commands_take_the_latest_run_and_name_it(console_script: ConsoleScript, folder: Path) -> None:
     name = "runs/a-run-with-the-time-in-its-name-20260101-000000"
     for arguments in (
@@ -108,6 +111,7 @@ def test_commands_take_the_latest_run_and_name_it(console_script: ConsoleScript,
     assert (folder / "out.csv").is_file()
 
 
+@pytest.mark.slow
 def test_without_a_run_there_is_one_clear_line(
     command: Callable[..., tuple[int, str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,11 +128,12 @@ def test_without_a_run_there_is_one_clear_line(
 
 
 def test_a_run_that_was_not_evaluated_does_not_read_as_healthy(tmp_path: Path) -> None:
-    RunWriter.create(tmp_path / "run").close()
+    build_run(tmp_path / "run")
     (listed,) = list_runs(tmp_path)
     assert (listed.worst, listed.evaluated, listed.loss, listed.steps) == (None, False, None, 0)
 
 
+@pytest.mark.slow
 def test_steps_that_were_not_recorded_count(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -147,10 +152,7 @@ def test_steps_that_were_not_recorded_count(tmp_path: Path) -> None:
 
 
 def test_only_the_first_rank_is_read(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run")
-    for step, loss in enumerate((3.0, 2.0, float("nan"))):
-        writer.scalar(step, "loss", loss)
-    writer.close()
+    build_run(tmp_path / "run", scalars={"loss": [3.0, 2.0, math.nan]})
     (tmp_path / "run" / "attempt-000" / "rank-00001.db").write_bytes(b"not a database")
     (listed,) = list_runs(tmp_path)
     assert isinstance(listed, ListedRun)
@@ -160,7 +162,7 @@ def test_only_the_first_rank_is_read(tmp_path: Path) -> None:
 
 def test_a_name_is_whole_and_what_has_no_space_is_left_out(tmp_path: Path) -> None:
     name = "train_gpt-20260101-000000"
-    RunWriter.create(tmp_path / name).close()
+    build_run(tmp_path / name)
     runs = list_runs(tmp_path)
     headers = {}
     for width in (100, 72, 60):
@@ -185,11 +187,8 @@ FINDINGS = tuple(
 
 def summarised(path: Path, values: dict[str, float], *findings: Finding) -> ListedRun:
     """Write a run whose manifest has a summary, and return what a list shows of it."""
-    with RunWriter.create(path) as writer:
-        writer.scalars(0, values)
-        for finding in findings:
-            writer.finding(finding)
-        writer.event(None, EVALUATED, {"findings": len(findings), "lacks": ""})
+    events = [(None, EVALUATED, {"findings": len(findings), "lacks": ""})]
+    build_run(path, scalars={0: values}, findings=findings, events=events)
     assert read_manifest(path).attempts[0].summary is not None
     (listed,) = list_runs(path)
     return listed

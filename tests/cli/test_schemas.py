@@ -55,6 +55,7 @@ def test_an_answer_of_another_shape_is_refused(name: str) -> None:
             jsonschema.validate(answer, schema_of(name))
 
 
+@pytest.mark.slow
 def test_predicted_sizes_of_a_sweep(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     (tmp_path / "recipe.py").write_text(RECIPE)
     code, out, _ = command("sweep", tmp_path / "recipe.py", "--set", "dim=4,8,16", "--fake", "--json")
@@ -62,6 +63,7 @@ def test_predicted_sizes_of_a_sweep(command: Callable[..., tuple[int, str, str]]
     assert len(json.loads(out)["points"]) == 3
 
 
+@pytest.mark.slow
 def test_doctor_and_an_empty_list(command: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
     code, out, _ = command("doctor", "--json")
     assert code == 0
@@ -84,6 +86,7 @@ def diverged(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_answers_name_the_numbers_that_json_lacks(
     command: Callable[..., tuple[int, str, str]], diverged: Path
 ) -> None:

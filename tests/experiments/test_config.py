@@ -53,6 +53,7 @@ def test_error_names_invalid_value(items: list[str], message: str) -> None:
         configure("oracle", None, ("--set", assigned(items)))
 
 
+@pytest.mark.slow
 def test_files_without_configuration_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "file.yaml"
     with pytest.raises(ConfigurationError, match="cannot be read"):

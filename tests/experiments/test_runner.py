@@ -75,6 +75,7 @@ def assert_same(path: Path, other: Path) -> None:
         assert all(map(np.array_equal, x_values, y_values)), name
 
 
+@pytest.mark.slow
 def test_run_holds_status_facts_and_series(whole: Path, reports: list[Progress]) -> None:
     run = backlight.open_run(whole)
     assert run.status is RunStatus.FINISHED
@@ -150,6 +151,7 @@ def test_killed_run_resumes_to_same_numbers(whole: Path, tmp_path: Path, signal_
     assert_same(path, whole)
 
 
+@pytest.mark.slow
 def test_run_without_measures_trains_same_and_can_be_extended(whole: Path, tmp_path: Path) -> None:
     path = run_experiment(configuration("training.steps=75", *OFF), tmp_path / "run")
     run_experiment(configuration(*OFF), path, resume=True)
@@ -175,6 +177,7 @@ def test_refusals_change_no_file(whole: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_tier_is_recorded_and_resumed(tmp_path: Path) -> None:
     path = run_experiment(
         configuration("training.steps=40"), tmp_path / "run", tier="Gram", reason="no space"
@@ -192,6 +195,7 @@ def test_tier_is_recorded_and_resumed(tmp_path: Path) -> None:
     assert len(backlight.open_run(path).events("degradation")) == 1
 
 
+@pytest.mark.slow
 def test_full_disk_lowers_tier_and_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_at_30(self: Any, step: int, measures: Measures) -> Measures:
         return at_tier(measures, "scalars") if step >= 30 else measures
@@ -204,6 +208,7 @@ def test_full_disk_lowers_tier_and_run_continues(tmp_path: Path, monkeypatch: py
     assert run.scalar("gram/model/trace").steps.max() > 30
 
 
+@pytest.mark.slow
 def test_estimate_is_near_measured_cost(whole: Path) -> None:
     found = estimate_of(configuration(), whole.parent / "next", budget=0.1)
     assert [cost.name for cost in found.measured] == MEASURED

@@ -42,6 +42,7 @@ def test_runs_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [concurrent_runs(*case) for case in cases] == [8, 2, 2, 5, 1]
 
 
+@pytest.mark.slow
 def test_commands_run_with_their_threads_and_failures_are_counted(tmp_path: Path) -> None:
     code = "import os, sys; print(os.environ['OMP_NUM_THREADS']); sys.exit(int(sys.argv[1]))"
     commands = [
@@ -58,6 +59,7 @@ def test_commands_run_with_their_threads_and_failures_are_counted(tmp_path: Path
 FOUND = Estimate((Cost("training", 100, 60.0, 0, 0),), (), 3 * 10**9, 10**12, 0, 10**12, Measures())
 
 
+@pytest.mark.slow
 def test_jobs_request_estimated_resources() -> None:
     configuration = configure("oracle", None, ("x", {"device": "cuda", "run": {"threads": 4}}))
     given = job_parameters(parameters(["partition=gpu", "mem_gb=9"]), configuration, FOUND, TIERS[0])

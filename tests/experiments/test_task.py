@@ -223,6 +223,7 @@ def test_last_block_at_answer_only_equals_whole_transformer():
     torch.testing.assert_close(gpt(tokens), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluation_logs_all_measures_and_changes_no_state(name):
     evaluated, alone = ci(name), ci(name)
@@ -267,6 +268,7 @@ def test_losses_of_samples_add_up_to_that_of_batch(name):
     assert (task.inputs(task.probe) is not None) == inputs.is_floating_point()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_resumed_task_equals_uninterrupted_one(name):
     whole, first = ci(name), ci(name)

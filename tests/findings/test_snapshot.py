@@ -15,6 +15,7 @@ STORED = SNAPSHOT.read_text(encoding="utf-8")
 SECTIONS = dict(re.findall(r"^## (\w+)\n\n(.*?)(?=^## |\Z)", STORED, re.MULTILINE | re.DOTALL))
 
 
+@pytest.mark.slow
 def test_snapshot_matches_the_rules(tmp_path: Path) -> None:
     assert taken(tmp_path) == STORED, "run `python tests/findings_snapshot.py --update` and review the diff"
 

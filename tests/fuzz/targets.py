@@ -6,8 +6,9 @@ import gzip
 import json
 import random
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from backlight.store.write.writer import RunWriter
 from backlight.trace.reader import read_trace
 from fuzz import mutation
 from report.synthetic import Plan, write_run
+from run_builder import build_run
 
 DATABASE, DOCUMENT = "attempt-000/rank-00000.db", "attempt-000/rank-00000.json"
 CANARY = "canary"
@@ -69,22 +71,24 @@ def batches(rank, world_size):
 """
 
 
+def write_arrays(writer: RunWriter, arrays: Sequence[np.ndarray]) -> None:
+    for step, values in enumerate(arrays):
+        writer.array("w", step, values, dims=("a", "b"))
+
+
 def write_seeds(folder: Path) -> Path:
     """Write one healthy input of each kind."""
     write_run(folder / "run", Plan())
-    with RunWriter.create(folder / "arrays", run_id="fuzz") as writer:
-        for step in range(6):
-            writer.array("w", step, np.random.default_rng(step).normal(size=(8, 700)), dims=("a", "b"))
-            writer.scalar(step, "loss", float(step))
+    arrays = [np.random.default_rng(step).normal(size=(8, 700)) for step in range(6)]
+    write = partial(write_arrays, arrays=arrays)
+    build_run(folder / "arrays", run_id="fuzz", scalars={"loss": range(6)}, write=write)
     for rank, name in enumerate(("host0", "host1")):
-        writer = RunWriter.create(
-            folder / f"rank{rank}", rank=rank, world_size=2, run_id="fuzz", join_timeout=0.05
-        )
-        with writer:
-            for step in range(6):
-                writer.array("w", step, np.full((2, 3), float(rank)), dims=("a", "b"))
-                writer.scalar(step, "loss", float(step))
-        writer.path.rename(folder / name)
+        run = build_run(
+            folder / f"rank{rank}", rank=rank, world_size=2, run_id="fuzz", join_timeout=0.05,
+            scalars={"loss": range(6)},
+            write=partial(write_arrays, arrays=[np.full((2, 3), float(rank))] * 6),
+        )  # fmt: skip
+        run.path.rename(folder / name)
     shutil.copytree(folder / "host1", folder / CANARY / "run")
     for name in ("private.txt", ".x.tmp", "rank-00000.db", "rank-00000-000000.h5"):
         (folder / CANARY / name).write_text("private")

@@ -53,6 +53,7 @@ def test_without_signal_the_interval_is_open() -> None:
     assert math.isnan(of(draw.normal(1, 1, (2, 5))).interval.low)
 
 
+@pytest.mark.slow
 def test_gram_of_linear_regression_has_the_noise_scale_of_its_closed_form() -> None:
     # f(x) = w x + b, squared error: g_n = 2 r_n (x_n, 1), and B_simple = tr Cov g / |E g|^2.
     torch.manual_seed(0)

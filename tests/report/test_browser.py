@@ -115,6 +115,7 @@ def share_of(pixels: np.ndarray, wanted: list[int]) -> float:
     return float((pixels[..., :3] == wanted).all(axis=-1).mean())
 
 
+@pytest.mark.slow
 def test_a_bar_of_the_flame_graph_spreads(show: Open, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", replace(FULL, steps=20))
     driver = show(write_report(run, [], tmp_path / "report.html"))
@@ -135,6 +136,7 @@ def test_a_bar_of_the_flame_graph_spreads(show: Open, tmp_path: Path) -> None:
     assert bars[other].is_displayed()
 
 
+@pytest.mark.slow
 def test_every_panel_is_drawn_and_controls_are_labelled(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     sent = [
@@ -228,6 +230,7 @@ def test_click_on_a_finding_shows_its_evidence(show: Open, page: Path) -> None:
     assert not driver.find_elements(By.LINK_TEXT, "evidence/dump.txt")
 
 
+@pytest.mark.slow
 def test_card_has_a_sparkline_and_the_snippet_of_its_fix(show: Open, tmp_path: Path, run: Run) -> None:
     (name, *_) = [parameter.name for parameter in run.parameters()]
     evidence = (Evidence(f"parameters/group/{name}"), Evidence("scalars/total_norm", 77, 3.0))
@@ -390,6 +393,7 @@ def contrast_is_enough(driver: webdriver.Chrome) -> None:
         assert contrast(f"tone-{tone}", "card") >= 3, tone
 
 
+@pytest.mark.slow
 def test_theme_follows_system_and_button_with_contrast(
     show: Open, browser: webdriver.Chrome, page: Path
 ) -> None:
@@ -441,6 +445,7 @@ def test_narrow_screen_scrolls_vertically_only(show: Open, browser: webdriver.Ch
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
+@pytest.mark.slow
 def test_hostile_names_are_text(show: Open, tmp_path: Path) -> None:
     plan = Plan(
         steps=20,
@@ -506,6 +511,7 @@ def test_failed_panel_shows_its_error(
     assert driver.find_elements(By.CSS_SELECTOR, "#panel-total_norm .uplot")
 
 
+@pytest.mark.slow
 def test_many_findings_of_one_rule_are_folded(show: Open, tmp_path: Path, run: Run) -> None:
     similar = [finding(parameter.name, i) for i, parameter in enumerate(run.parameters())]
     driver = show(write_report(run, similar, tmp_path / "report.html"))

@@ -20,8 +20,8 @@ from backlight.analysis.comparison_page import write_comparison
 from backlight.analysis.report import source_of
 from backlight.report.page import render_page, write_page
 from backlight.report.source import Source
-from backlight.store.read.run import Run, open_run
-from backlight.store.write.writer import RunWriter
+from backlight.store.read.run import Run
+from run_builder import build_run
 
 pytestmark = NEEDS_CHROMIUM
 
@@ -60,32 +60,25 @@ def sized(driver: webdriver.Chrome, width: int) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     path = tmp_path_factory.mktemp("gaps") / "run"
-    writer = RunWriter.create(path, monitors=("health", "steptime"))
     table = records(FULL)[:6]
-    number = writer.parameter_table(table)
+    series: dict[str, Any] = {"gradient": {}, "update": {}}
+    scalars: dict[int, dict[str, float]] = {}
     draw = np.random.default_rng(3)
     numel = np.array([record.numel for record in table])
     for step in RECORDED:
         rms = 1e-3 * np.exp(draw.normal(0, 0.3, len(table)))
         floats, integers = gradient_row(rms, numel, draw)
-        writer.append("gradient", step, number, floats, integers)
-        writer.append("update", step, number, *update_row(rms, numel, integers[:, 0], draw, 0.5))
+        series["gradient"][step] = floats, integers
+        series["update"][step] = update_row(rms, numel, integers[:, 0], draw, 0.5)
         seconds = {"phase/forward": 0.01 + 0.001 * draw.random(), "phase/backward": 0.02, "phase/data": 0.001}
         cold = {"phase/compile": 9.0} if step == 0 else {}
-        writer.scalars(
-            step,
-            {
-                "loss": 2 - step / 500,
-                "total_norm": 1 + draw.random(),
-                "lr/0/0": 1e-3 * step,
-                **seconds,
-                **cold,
-            },
-        )
-    writer.event(LAST, "warning", {"message": "the end"})
-    writer.scalars(LAST, {"backwards": 1.0})
-    writer.close()
-    return open_run(path)
+        losses = {"loss": 2 - step / 500, "total_norm": 1 + draw.random(), "lr/0/0": 1e-3 * step}
+        scalars[step] = losses | seconds | cold
+    scalars[LAST] = scalars.get(LAST, {}) | {"backwards": 1.0}
+    return build_run(
+        path, monitors=("health", "steptime"), table=table, series=series, scalars=scalars,
+        events=[(LAST, "warning", {"message": "the end"})],
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -356,11 +349,9 @@ def test_no_card_has_a_band_of_empty_space(
 
 
 def test_what_never_changes_is_a_line_that_evidence_leads_to(show: Open, tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", monitors=("health",))
-    for step in range(20):
-        writer.scalars(step, {"loss": 1 / (1 + step), "lr/0/0": 0.01})
-    writer.close()
-    driver = show(write_page(render_page(source_of(open_run(tmp_path / "run"))), tmp_path / "page.html"))
+    scalars = {"loss": [1 / (1 + step) for step in range(20)], "lr/0/0": [0.01] * 20}
+    run = build_run(tmp_path / "run", monitors=("health",), scalars=scalars)
+    driver = show(write_page(render_page(source_of(run)), tmp_path / "page.html"))
     assert driver.find_element(By.ID, "stated").text.splitlines() == [
         "Without change", "Learning rate", "optimizer 0: 0.01 at every recorded step.",
     ]  # fmt: skip

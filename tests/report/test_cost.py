@@ -12,8 +12,8 @@ import backlight
 from backlight.report.cost import describe_cost
 from backlight.report.source import Source
 from backlight.report.terminal import print_findings
-from backlight.store.write.writer import RunWriter
 from cases import build, loop
+from run_builder import build_run
 
 
 def test_start_and_end_of_a_watch_are_stated(tmp_path: Path) -> None:
@@ -33,9 +33,7 @@ def test_start_and_end_of_a_watch_are_stated(tmp_path: Path) -> None:
 
 
 def test_what_is_not_a_number_of_seconds_is_left_out(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run")
-    assert describe_cost(Source(backlight.open_run(tmp_path / "run"))) == ""
-    for part, seconds in (("start", 0.25), ("end", float("nan")), ("end", "soon"), ("middle", 1.0)):
-        writer.event(None, "cost", {"part": part, "seconds": seconds})
-    writer.close()
-    assert describe_cost(Source(backlight.open_run(tmp_path / "run"))) == "250 ms at the start"
+    assert describe_cost(Source(build_run(tmp_path / "empty"))) == ""
+    parts = ("start", 0.25), ("end", float("nan")), ("end", "soon"), ("middle", 1.0)
+    events = [(None, "cost", {"part": part, "seconds": seconds}) for part, seconds in parts]
+    assert describe_cost(Source(build_run(tmp_path / "run", events=events))) == "250 ms at the start"

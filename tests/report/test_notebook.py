@@ -15,7 +15,7 @@ from backlight.findings.evaluate import Findings
 from backlight.records import Finding, Severity, Subject
 from backlight.report.notebook import MOST, findings_html, run_html
 from backlight.store.read.run import open_run
-from backlight.store.write.writer import RunWriter
+from run_builder import build_run
 
 
 def text_finding(text: str, subject: Subject, severity: Severity) -> Finding:
@@ -80,9 +80,7 @@ def test_copied_findings_are_a_plain_list(tmp_path: Path) -> None:
 
 
 def test_empty_run_is_shown(tmp_path: Path) -> None:
-    RunWriter.create(tmp_path / "run").close()
-    run = open_run(tmp_path / "run")
-    shown = run_html(run, [])
+    shown = run_html(build_run(tmp_path / "run"), [])
     assert "backlight report" in shown
 
 

@@ -11,7 +11,7 @@ import pytest
 from synthetic import FULL, Plan, records, write_run
 
 from backlight.monitor import StoredStep
-from backlight.records import Fingerprint, ParameterRecord
+from backlight.records import Fingerprint
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.plots.panels import parameters as draw_parameters
 from backlight.report.source import Source
@@ -20,6 +20,7 @@ from backlight.session.writer_thread import ResultQueue, WriterThread
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from backlight.text import duration, percent
+from run_builder import build_run, gradient_row, parameter
 
 ALONE = [panel for panel in in_order() if not panel.optional]
 """Panels of a run of one process; panels of several ranks are tested in tests/ranks."""
@@ -114,13 +115,9 @@ def test_parameter_reason_is_not_the_series_reason(tmp_path: Path) -> None:
 
 
 def test_cold_first_step_is_not_part_of_phase_shares(tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    writer = RunWriter.create(path, monitors=("steptime",))
-    for step in range(40):
-        first = 5.0 if step == 0 else 0.0
-        writer.scalars(step, {"phase/data": 0.001, "phase/forward": 0.004, "phase/other": 0.001 + first})
-    writer.close()
-    result = drawn(Source(open_run(path)), "phases")
+    times = {"data": [0.001] * 40, "forward": [0.004] * 40, "other": [5.001, *[0.001] * 39]}
+    scalars = {f"phase/{name}": values for name, values in times.items()}
+    result = drawn(Source(build_run(tmp_path / "run", monitors=("steptime",), scalars=scalars)), "phases")
     shares = {label: share for label, share, *_ in result.data["table"]["rows"]}
     assert shares == {"forward": percent(4 / 6), "data": percent(1 / 6), "other": percent(1 / 6)}
     (chart,) = result.data["charts"]
@@ -267,14 +264,11 @@ def test_parameters_that_never_train_have_no_health(full: Source) -> None:
 
 def test_update_of_zero_weights_is_not_defined(tmp_path: Path) -> None:
     names = ("weight", "bias", "still", "broken")
-    writer = RunWriter.create(tmp_path / "run", monitors=("health",))
-    table = writer.parameter_table(tuple(ParameterRecord(n, (2,), "float32", "cpu", 2) for n in names))
-    for step in range(3):
-        writer.append("gradient", step, table, np.ones((4, 3)), np.tile([1, 2, 0, 0, 0], (4, 1)))
-        moved, weights = [0.1, 0.1, 0.0, np.nan], [1.0, 0.1 * step, 0.0, 0.0]
-        writer.append("update", step, table, np.stack([moved, weights], 1), np.tile([1, 2, 2], (4, 1)))
-    writer.close()
-    source = Source(open_run(tmp_path / "run"))
+    table = [parameter(name, (2,)) for name in names]
+    moved, counts = [0.1, 0.1, 0.0, np.nan], np.tile([1, 2, 2], (4, 1))
+    updates = {step: (np.stack([moved, [1.0, 0.1 * step, 0.0, 0.0]], 1), counts) for step in range(3)}
+    series = {"gradient": dict.fromkeys(range(3), gradient_row(table)), "update": updates}
+    source = Source(build_run(tmp_path / "run", monitors=("health",), table=table, series=series))
     ratio = source.frames.extremes["ratio"]
     assert (ratio.measured == 1).all()
     assert np.isnan(ratio.high).T.tolist() == [[False] * 3, [True, False, False], [True] * 3, [True] * 3]

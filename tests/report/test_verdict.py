@@ -14,25 +14,16 @@ from backlight.records import OTHERS, Layout, ParameterRecord, Placement, RunSta
 from backlight.report.page import model
 from backlight.report.source import APART, Source
 from backlight.report.verdict import hints_line, outcome
-from backlight.store.read.run import open_run
-from backlight.store.write.writer import RunWriter
-from run_builder import build_health_run
+from backlight.store.read.run import Run, open_run
+from run_builder import build_health_run, build_run, fill, gradient_row, open_ranks, parameter
 
 
-def writers_of(tmp_path: Path, ranks: int) -> list[RunWriter]:
-    return [
-        RunWriter.create(tmp_path / "run", rank=rank, world_size=2, run_id="one", monitors=("health",))
-        for rank in range(ranks)
-    ]
-
-
-def write_gradients(path: Path) -> RunWriter:
-    """Write three steps of one parameter; the run is open."""
-    writer = RunWriter.create(path, monitors=("health",))
-    table = writer.parameter_table((ParameterRecord("a", (2,), "float32", "cpu", 2),))
-    for step in range(3):
-        writer.append("gradient", step, table, np.ones((1, 3)), np.array([[1, 2, 0, 0, 0]]))
-    return writer
+def build_gradients(path: Path, status: RunStatus, exception: str = "", message: str = "") -> Run:
+    """Build a run of three steps of one parameter, which may end with an exception at step 2."""
+    table = [parameter("a", (2,))]
+    series = {"gradient": dict.fromkeys(range(3), gradient_row(table))}
+    events = [(2, "exception", {"type": exception, "message": message})] if exception else []
+    return build_run(path, monitors=("health",), table=table, series=series, events=events, status=status)
 
 
 def test_findings_set_tone_and_headline(tmp_path: Path) -> None:
@@ -96,11 +87,9 @@ def test_killed_run_reports_attempts_and_losses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("severity", [None, Severity.WARNING, Severity.ERROR])
 def test_exception_is_as_bad_as_an_error(severity: Severity | None, tmp_path: Path) -> None:
-    writer = write_gradients(tmp_path / "run")
-    writer.event(2, "exception", {"type": "ValueError", "message": "bad \x1b[32mbatch"})
-    writer.close(RunStatus.FAILED)
+    run = build_gradients(tmp_path / "run", RunStatus.FAILED, "ValueError", "bad \x1b[32mbatch")
     found = [] if severity is None else [finding("embed.weight", 3, severity=severity)]
-    result = outcome(Source(open_run(tmp_path / "run"), found))
+    result = outcome(Source(run, found))
     failed = "Failed with ValueError at step 2"
     assert result.tone == "error"
     assert result.headline == (found[0].title if severity is Severity.ERROR else failed)
@@ -111,10 +100,8 @@ def test_exception_is_as_bad_as_an_error(severity: Severity | None, tmp_path: Pa
 
 
 def test_status_of_an_interrupt(tmp_path: Path) -> None:
-    writer = write_gradients(tmp_path / "run")
-    writer.event(2, "exception", {"type": "KeyboardInterrupt", "message": ""})
-    writer.close(RunStatus.FAILED)
-    result = outcome(Source(open_run(tmp_path / "run"), []))
+    run = build_gradients(tmp_path / "run", RunStatus.FAILED, "KeyboardInterrupt")
+    result = outcome(Source(run, []))
     assert (result.state, result.headline) == ("interrupted", "Interrupted at step 2")
     assert result.status.startswith("started ")
 
@@ -128,32 +115,29 @@ def test_status_of_an_interrupt(tmp_path: Path) -> None:
     ],
 )
 def test_ending_names_what_is_known(status: RunStatus, ended: str, tmp_path: Path) -> None:
-    write_gradients(tmp_path / "run").close(status)
-    result = outcome(Source(open_run(tmp_path / "run")))
+    result = outcome(Source(build_gradients(tmp_path / "run", status)))
     assert result.tally == ended
     assert (result.tone == "clear") == (status is RunStatus.FINISHED)
 
 
 @pytest.mark.parametrize(("every", "expected"), [(1, ()), (2, ("1 parameter at 3 of 6 steps",))])
 def test_partly_recorded_shards_are_unmeasured(tmp_path: Path, every: int, expected: tuple[str, ...]) -> None:
-    writers = writers_of(tmp_path, 2)
+    writers = open_ranks(tmp_path / "run", monitors=("health",))
     for rank, writer in enumerate(writers):
         placements = (
             Placement(Layout.SHARD, (8, 4), (4, 4), (4 * rank, 0)),
             Placement(Layout.REPLICATE, (8, 4), (8, 4), (0, 0)),
         )
-        table = writer.parameter_table(
-            tuple(
-                ParameterRecord(
-                    name, (8, 4), "float32", "cpu", int(np.prod(placement.local_shape)), placement=placement
-                )
-                for name, placement in zip(("split", "copied"), placements, strict=True)
+        table = [
+            ParameterRecord(
+                name, (8, 4), "float32", "cpu", int(np.prod(placement.local_shape)), placement=placement
             )
-        )
-        for step in range(0, 6, every if rank else 1):
-            ints = np.array([[1, 16, 0, 0, 0], [1, 32, 0, 0, 0]])
-            writer.append("gradient", step, table, np.ones((2, 3)), ints)
-            writer.scalar(step, "backwards_seen", float(step + 1))
+            for name, placement in zip(("split", "copied"), placements, strict=True)
+        ]
+        steps = range(0, 6, every if rank else 1)
+        seen = {"backwards_seen": {step: step + 1.0 for step in steps}}
+        series = {"gradient": dict.fromkeys(steps, gradient_row(table))}
+        fill(writer, table=table, series=series, scalars=seen)
     for writer in reversed(writers):
         writer.close()
     source = Source(open_run(tmp_path / "run"))
@@ -176,7 +160,7 @@ def test_parameters_lacking_different_steps_are_bounded(
 
 @pytest.mark.parametrize("joined", [True, False])
 def test_joined_part_is_complete(tmp_path: Path, joined: bool) -> None:
-    writers = writers_of(tmp_path, 1 + joined)
+    writers = open_ranks(tmp_path / "run", ranks=1 + joined, monitors=("health",))
     writers[-1].event(None, "unmeasured", {"what": OTHERS, "reason": "rank 1 found no running attempt"})
     for writer in reversed(writers):
         writer.close()
@@ -202,21 +186,16 @@ def test_hints_are_counted_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_degraded_measurement_is_listed(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
-    writer.event(3, "degradation", {"from": "full factors", "to": "Gram", "reason": "1.2 GB are free"})
-    writer.close()
-    (item,) = outcome(Source(open_run(tmp_path / "run"))).unmeasured
+    change = {"from": "full factors", "to": "Gram", "reason": "1.2 GB are free"}
+    run = build_run(tmp_path / "run", monitors=("grokking",), events=[(3, "degradation", change)])
+    (item,) = outcome(Source(run)).unmeasured
     assert (item.what, item.reason) == ("full factors", "1.2 GB are free; recorded instead: Gram.")
 
 
 @pytest.fixture
 def step_times(tmp_path: Path) -> Source:
-    writer = RunWriter.create(tmp_path / "run", name="run", monitors=("steptime",))
-    for step in range(20):
-        forward = 1.0 if step == 0 else 0.02
-        writer.scalars(step, {"phase/forward": forward, "phase/backward": 0.03, "phase/other": 0.001})
-    writer.close()
-    return Source(open_run(tmp_path / "run"))
+    times = {"phase/forward": [1.0, *[0.02] * 19], "phase/backward": [0.03] * 20, "phase/other": [0.001] * 20}
+    return Source(build_run(tmp_path / "run", monitors=("steptime",), scalars=times))
 
 
 def test_headline_reports_step_times(step_times: Source) -> None:
@@ -238,7 +217,5 @@ def test_step_time_sums_all_phases(step_times: Source) -> None:
 
 
 def test_run_of_other_monitors_keeps_its_headline(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", name="run", monitors=("health", "steptime"))
-    writer.scalars(0, {"phase/forward": 0.02})
-    writer.close()
-    assert outcome(Source(open_run(tmp_path / "run"))).headline == "Nothing was measured"
+    run = build_run(tmp_path / "run", monitors=("health", "steptime"), scalars={"phase/forward": [0.02]})
+    assert outcome(Source(run)).headline == "Nothing was measured"

@@ -27,6 +27,7 @@ def train(run: Path, on_finding: object, wait: threading.Event | None = None) ->
             assert wait.wait(60)
 
 
+@pytest.mark.slow
 def test_called_once_for_each_finding_during_the_run_and_at_its_end(tmp_path: Path) -> None:
     given: list[tuple[str, str]] = []
     called = threading.Event()
@@ -42,6 +43,7 @@ def test_called_once_for_each_finding_during_the_run_and_at_its_end(tmp_path: Pa
     assert sorted(rule for rule, _ in given) == sorted(finding.rule for finding in stored)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [ValueError("no channel"), SystemExit(3)])
 def test_what_it_raises_is_one_warning_and_it_is_called_again(tmp_path: Path, error: BaseException) -> None:
     given: list[str] = []
@@ -57,6 +59,7 @@ def test_what_it_raises_is_one_warning_and_it_is_called_again(tmp_path: Path, er
     assert backlight.open_run(tmp_path / "run").status is RunStatus.FINISHED
 
 
+@pytest.mark.slow
 def test_one_that_hangs_does_not_hold_the_end_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

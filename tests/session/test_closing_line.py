@@ -18,6 +18,7 @@ def break_gradient(model: torch.nn.Module) -> None:
     model.last.weight.grad[0, 0] = float("nan")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trained", "change", "text"),
     [

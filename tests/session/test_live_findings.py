@@ -88,6 +88,7 @@ def train(run: Path, until: threading.Event, *, bad: bool = True, steps: int = 3
         until.wait(60)
 
 
+@pytest.mark.slow
 def test_findings_are_delivered_once_while_the_run_goes_on(
     tmp_path: Path, listening: Listening, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,6 +103,7 @@ def test_findings_are_delivered_once_while_the_run_goes_on(
     assert errors.rstrip().endswith("(non_finite)")
 
 
+@pytest.mark.slow
 def test_a_failing_evaluation_is_one_warning(
     tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,6 +124,7 @@ def test_a_failing_evaluation_is_one_warning(
     assert "non_finite" in {finding.rule for finding in run.stored_findings()}
 
 
+@pytest.mark.slow
 def test_what_an_earlier_attempt_found_is_not_new(
     tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +171,7 @@ print("trained", watch.is_recorded, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_interpreter_does_not_end_under_the_evaluation_of_a_run_that_is_refused(tmp_path: Path) -> None:
     """It reads the earlier attempts at once, and would be in native code while the libraries are unloaded."""
     (tmp_path / "train.py").write_text(REFUSED)

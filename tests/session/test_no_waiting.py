@@ -71,6 +71,7 @@ def test_step_path_never_synchronizes(name: str, tmp_path: Path, monkeypatch: py
     assert watched.reads == alone.reads
 
 
+@pytest.mark.slow
 def test_counting_mode_detects_a_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from backlight.monitors.health.monitor import GradientMonitor
 

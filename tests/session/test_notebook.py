@@ -141,6 +141,7 @@ def errors(outputs: list[dict[str, Any]]) -> list[str]:
     return [output["ename"] for output in outputs if output.output_type == "error"]
 
 
+@pytest.mark.slow
 def test_cell_shows_result_loss_norm_and_findings(outputs: Outputs) -> None:
     sound, head = shown(outputs["watched"]), shown(outputs["again"])
     assert re.search(r"finished · 20 steps · loss [\d.]+ · gradient norm [\d.]+", sound)

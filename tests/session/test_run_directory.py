@@ -100,6 +100,7 @@ def chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "results" / "run"
 
 
+@pytest.mark.slow
 def test_launch_whose_predecessor_still_writes_takes_a_directory_of_its_own(chosen: Path) -> None:
     before = RunWriter.create(chosen, world_size=2, run_id=BEFORE)
     model = nn.Linear(4, 1)

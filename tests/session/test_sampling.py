@@ -153,6 +153,7 @@ def recorded_steps(path: Path, monkeypatch: pytest.MonkeyPatch, delay: float) ->
     return list(backlight.open_run(path).series_steps("gradient"))
 
 
+@pytest.mark.slow
 def test_busy_machine_changes_no_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same processor time, at 1,000 times the wall time."""
     idle = recorded_steps(tmp_path / "idle", monkeypatch, 0.0)

@@ -20,6 +20,7 @@ def test_a_short_run_is_stored_whole() -> None:
     assert stored(range(WHOLE_STEPS)) == list(range(WHOLE_STEPS))
 
 
+@pytest.mark.slow
 def test_growth_is_logarithmic_and_windows_double() -> None:
     counts = [
         len(stored(range(n))) for n in (WHOLE_STEPS, 2 * WHOLE_STEPS, 4 * WHOLE_STEPS, 64 * WHOLE_STEPS)
@@ -28,6 +29,7 @@ def test_growth_is_logarithmic_and_windows_double() -> None:
     assert [window_of(step)[0] for step in (0, 4095, 4096, 8191, 8192, 10**6)] == [1, 1, 4, 4, 8, 512]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [1.0, math.inf, math.nan])
 def test_a_spike_of_one_step_is_stored_at_its_step_and_in_order(value: float) -> None:
     steps = stored(range(200_000), {123_457: value, 150_001: value})
@@ -36,6 +38,7 @@ def test_a_spike_of_one_step_is_stored_at_its_step_and_in_order(value: float) ->
     assert len(steps) == len(stored(range(200_000))) + 2
 
 
+@pytest.mark.slow
 def test_noise_is_thinned_as_if_it_had_no_extremes() -> None:
     noise = dict(enumerate(np.random.default_rng(0).standard_normal(200_000).tolist()))
     steps = stored(range(200_000), noise)
@@ -60,6 +63,7 @@ def test_only_the_highest_of_a_window_stays() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_detailed_steps_are_stored_up_to_a_limit() -> None:
     assert set(range(50_000, 50_020)) <= set(stored(range(60_000), detail=range(50_000, 50_020)))
     endless = stored(range(60_000), detail=range(60_000))

@@ -17,6 +17,8 @@ from backlight.findings.recorded_steps import work_of
 from backlight.monitors.health.rules import spike
 from backlight.records import Finding
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = [3, 40, 5, 90, 4, 7, 60, 3]
 """Rounds of a step; some steps have twenty times those of others."""
 
@@ -61,6 +63,7 @@ def with_evaluation(model: nn.Module, step: int) -> Tensor:
     return model(torch.randn(2, 4)).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "forwards", "addends"),
     [
@@ -78,6 +81,7 @@ def test_work_is_recorded(
     assert run.scalar("addends").values.tolist() == addends
 
 
+@pytest.mark.slow
 def test_unrecorded_steps_add_nothing_to_recorded_ones(tmp_path: Path) -> None:
     counted = []
 
@@ -116,6 +120,7 @@ def run_of(path: Path, kind: str, damaged: int | None) -> list[Finding]:
     return [one for one in evaluate_rules(run) if one.rule in {"spike", "exploding"}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_step_is_no_spike_and_damage_is_one(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

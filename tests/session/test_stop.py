@@ -53,6 +53,7 @@ def train(tmp_path: Path) -> Iterator[Train]:
     assert done[-1] == "step"  # never within a step
 
 
+@pytest.mark.slow
 def test_on_stop_is_called_with_the_finding_before_the_end(train: Train, tmp_path: Path) -> None:
     called: list[tuple[str, str]] = []
 
@@ -72,6 +73,7 @@ def test_on_stop_is_called_with_the_finding_before_the_end(train: Train, tmp_pat
     assert run.events("exception")[0].payload["type"] == "StopTraining"
 
 
+@pytest.mark.slow
 def test_what_on_stop_raises_is_the_users_error(train: Train, tmp_path: Path) -> None:
     error = OSError("disk full")
 

@@ -118,6 +118,7 @@ def test_optimizer_that_replaces_storage_has_updates(tmp_path: Path) -> None:
     assert (moved.values > 0).all()
 
 
+@pytest.mark.slow
 def test_user_values_are_stored_and_the_model_is_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_user_values_are_stored_and_the_model_is_unchanged(
 LIBRARIES = ["/usr/lib/python3/site-packages/ray/worker.py", str(Path(sys.executable).with_name("pytest"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", [*LIBRARIES, "/home/me/train.py"])
 def test_the_script_of_a_process_that_a_library_started_is_the_users_file(
     path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,6 +173,7 @@ def test_the_script_of_a_process_that_a_library_started_is_the_users_file(
     assert (found.script, found.arguments) == expected
 
 
+@pytest.mark.slow
 def test_reentry_nesting_and_exceptions(tmp_path: Path) -> None:
     outer = backlight.watch(run=tmp_path / "outer", every=1)
     with outer, outer:
@@ -188,6 +191,7 @@ def test_reentry_nesting_and_exceptions(tmp_path: Path) -> None:
     assert backlight.open_run(tmp_path / "outer").status is RunStatus.FINISHED
 
 
+@pytest.mark.slow
 def test_second_watch_is_a_new_attempt(tmp_path: Path) -> None:
     watch = backlight.watch(run=tmp_path / "run", every=1, monitors=("health",))
     for _ in range(2):
@@ -198,6 +202,7 @@ def test_second_watch_is_a_new_attempt(tmp_path: Path) -> None:
     assert list(run.series_steps("gradient")) == list(range(2 * STEPS))
 
 
+@pytest.mark.slow
 def test_every_and_steps(tmp_path: Path) -> None:
     model, optimizer = build_with_sgd()
     with (
@@ -215,6 +220,7 @@ def test_every_and_steps(tmp_path: Path) -> None:
     assert list(backlight.open_run(tmp_path / "exact").series_steps("gradient")) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_internal_error_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = CASES["plain"].train()
 
@@ -257,6 +263,7 @@ def test_failed_start_leaves_the_training_unchanged(tmp_path: Path, monkeypatch:
     assert "ZeroDivisionError" in run.events("unmeasured")[0].payload["reason"]
 
 
+@pytest.mark.slow
 def test_warnings_as_errors_do_not_end_a_watched_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +277,7 @@ def test_warnings_as_errors_do_not_end_a_watched_training(
     )
 
 
+@pytest.mark.slow
 def test_deleted_run_directory_is_one_warning(tmp_path: Path) -> None:
     import shutil
 
@@ -286,6 +294,7 @@ def test_deleted_run_directory_is_one_warning(tmp_path: Path) -> None:
     assert len(caught) == 1
 
 
+@pytest.mark.slow
 def test_finding_triggers_detail(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -334,6 +343,7 @@ def test_invalid_settings_are_rejected_before_any_write(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_watch_that_sees_nothing_says_so(tmp_path: Path) -> None:
     with backlight.watch(run=tmp_path / "nothing", monitors=("health",)):
         pass
@@ -356,6 +366,7 @@ def test_accumulated_step_records_the_sum_of_its_losses(tmp_path: Path) -> None:
     assert backlight.open_run(tmp_path / "run").scalar("loss").values.tolist() == sums
 
 
+@pytest.mark.slow
 def test_groups(tmp_path: Path) -> None:
     model, optimizer = build_with_sgd()
     with pytest.raises(ValueError, match="'frist' matches none of 6 parameters; did you mean 'first'"):
@@ -382,6 +393,7 @@ def test_foreign_directory_is_rejected(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["photo.png"]
 
 
+@pytest.mark.slow
 def test_per_backward(tmp_path: Path) -> None:
     with backlight.watch(run=tmp_path / "run", every=1, health={"per_backward": True}, monitors=("health",)):
         CASES["accumulation"].train()

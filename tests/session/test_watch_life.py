@@ -155,6 +155,7 @@ def test_log_takes_a_mapping_and_keywords(tmp_path: Path) -> None:
         watch.log({"acc": 1})
 
 
+@pytest.mark.slow
 def test_findings_print_as_the_command_does(
     tmp_path: Path, console_script: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:

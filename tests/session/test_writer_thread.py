@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -11,7 +12,10 @@ import backlight
 from backlight.session.step_recorder import MAX_QUEUED_RECORDS
 from backlight.store.format.schema import DROPPED
 
+pytestmark = pytest.mark.slow
 
+
+@pytest.mark.slow
 def test_many_recorded_steps_are_all_stored(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

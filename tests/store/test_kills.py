@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 BENCH = Path(__file__).parents[2] / "bench" / "kills.py"
 
 
@@ -23,6 +25,7 @@ def kill(times: int, seed: int) -> dict[str, object]:
     return result
 
 
+@pytest.mark.slow
 def test_ten_kills() -> None:
     where = kill(10, seed=1)["where"]
     assert isinstance(where, dict)

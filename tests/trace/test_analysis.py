@@ -281,6 +281,7 @@ def test_one_step_of_several(tmp_path: Path) -> None:
         analyse([trace], step=6)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 20), st.integers(1, 2)), min_size=1, max_size=25)

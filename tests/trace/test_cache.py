@@ -90,6 +90,7 @@ def test_missing_trace_with_cache_is_error(tmp_path: Path) -> None:
         open_trace(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fifo", "link", "bomb"])
 def test_cache_that_may_not_be_read_is_ignored(kind: str, tmp_path: Path) -> None:
     path = made(tmp_path / "made.json")

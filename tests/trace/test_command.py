@@ -95,6 +95,7 @@ def test_command_prints_json(made: list[Path], capsys: pytest.CaptureFixture[str
     assert answer["ranks"]["steps"][0]["waited"] == {"0": 50_000, "1": 0}
 
 
+@pytest.mark.slow
 def test_command_writes_page(made: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for suffix in (".html", ".md"):
         code, _, errors = call(capsys, made[0], "--out", tmp_path / f"page{suffix}")
@@ -132,6 +133,7 @@ def test_refusal_is_one_line(tmp_path: Path, made: list[Path], capsys: pytest.Ca
         assert errors.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_engine_needs_no_torch(made: list[Path]) -> None:
     code = (
         "import sys\nsys.modules['torch'] = None\n"
@@ -174,6 +176,7 @@ run()
 """
 
 
+@pytest.mark.slow
 def test_trace_of_installed_profiler(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, program = tmp_path / "own.json", tmp_path / "program.py"
     program.write_text(PROGRAM)

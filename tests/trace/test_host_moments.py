@@ -47,6 +47,7 @@ Spans = list[tuple[int, int, bool]]
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 15), st.booleans()), max_size=8)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(spans, spans)
 def test_every_moment_of_a_step_has_one_call(
@@ -140,6 +141,7 @@ def test_second_microbatch_is_forward(analysed: Analyse) -> None:
     assert rows["aten::relu"] == ("forward", 2)
 
 
+@pytest.mark.slow
 def test_norms_in_a_trace_of_the_installed_profiler(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +42,7 @@ def test_intervals_equal_sets(
     assert measured == [len(covered & set(range(a, b))) for a, b in others]
 
 
+@pytest.mark.slow
 @given(INTERVALS, st.data())
 def test_shares_add_up_and_go_by_priority(pairs: list[tuple[int, int]], data: st.DataObject) -> None:
     levels = data.draw(st.lists(st.integers(0, 2), min_size=len(pairs), max_size=len(pairs)))

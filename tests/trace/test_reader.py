@@ -64,6 +64,7 @@ EVENT = st.fixed_dictionaries(
 ANCHOR: dict[str, Any] = {"ph": "X", "cat": "cpu_op", "name": "aten::anchor", "ts": 1, "dur": 2}
 
 
+@pytest.mark.slow
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(events=st.lists(EVENT, max_size=30), layout=st.sampled_from(LAYOUTS), size=st.integers(30, 900))
 def test_reader_equals_slow_reference(

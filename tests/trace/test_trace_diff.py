@@ -62,6 +62,7 @@ def test_trace_does_not_differ_from_itself() -> None:
     assert found.total[0] == one.device_total
 
 
+@pytest.mark.slow
 def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = made(400).write(tmp_path / "a.json"), made(300).write(tmp_path / "b.json.gz")
 

@@ -103,6 +103,7 @@ def test_written_samples_are_read(script: str) -> None:
     assert parse_graph_build(json.loads(json.dumps(dataclasses.asdict(build)))) == build
 
 
+@pytest.mark.slow
 def test_samples_of_a_real_forward_name_its_loop(tmp_path: Path) -> None:
     shared_state = SharedState(tmp_path / "rank-00000.state")
     position = BackwardPosition(shared_state)

@@ -82,6 +82,7 @@ def machines(folder: Path, run: Path, nodes: tuple[int, int] = (0, 1)) -> Iterat
                 machine.watchdog._writer.close()
 
 
+@pytest.mark.slow
 def test_each_slow_phase_and_each_mismatch_is_reported_once(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -125,6 +126,7 @@ def stalls(run: Run) -> list[tuple[str | None, int | None, str]]:
     return [(f.subject.verdict, f.subject.rank, f"{f.title}; {f.detail}".removesuffix(".")) for f in stored]
 
 
+@pytest.mark.slow
 def test_rank_that_waits_for_a_rank_of_another_machine(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,6 +163,7 @@ def test_rank_that_waits_for_a_rank_of_another_machine(
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_diagnosis_of_the_machine_at_fault_is_open_until_the_others_answer(tmp_path: Path, run: Path) -> None:
     with machines(tmp_path, run) as (first, second):
         second.hang(40, Phase.DATA)
@@ -174,6 +177,7 @@ def test_diagnosis_of_the_machine_at_fault_is_open_until_the_others_answer(tmp_p
     assert joint.claim.endswith("Waiting for it: rank 0 in all_reduce(8 float32) #4")
 
 
+@pytest.mark.slow
 def test_cause_that_stays_open_is_one_stall(
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +201,7 @@ def test_cause_that_stays_open_is_one_stall(
     assert [event.payload["verdict"] for event in made] == ["UNKNOWN"]
 
 
+@pytest.mark.slow
 def test_machine_without_a_diagnosis_answers_a_request_once(tmp_path: Path, run: Path) -> None:
     with machines(tmp_path, run) as (first, second):
         first.wait_in_collective(40)
@@ -215,6 +220,7 @@ def test_machine_without_a_diagnosis_answers_a_request_once(tmp_path: Path, run:
     assert (kind, rank) == ("PHASE", 1)
 
 
+@pytest.mark.slow
 def test_observations_of_a_machine_that_has_ended_count(tmp_path: Path, run: Path) -> None:
     with machines(tmp_path, run) as (first, second):
         second.state.close(RankStatus.FINISHED)
@@ -227,6 +233,7 @@ def test_observations_of_a_machine_that_has_ended_count(tmp_path: Path, run: Pat
     assert "rank 1 has ended its training" in claim
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("waited", "overdue", "words"),
     [

@@ -72,6 +72,7 @@ def test_runtime_directory_of_the_session_comes_first(
     assert tmp_path not in next(iter(runtime_dir.candidates())).parents
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fifo", "zero", "large", "garbage", "directory"])
 def test_unreadable_neighbour_is_skipped(kind: str, directory: Path) -> None:
     """A file in a runtime directory can neither block its reader nor fill its memory."""

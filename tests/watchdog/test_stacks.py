@@ -22,6 +22,7 @@ from backlight.watchdog.stacks import (
 )
 
 
+@pytest.mark.slow
 def test_dump_signal_is_sent_only_to_a_process_that_handles_it(tmp_path: Path) -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
@@ -34,6 +35,7 @@ def test_dump_signal_is_sent_only_to_a_process_that_handles_it(tmp_path: Path) -
         child.wait()
 
 
+@pytest.mark.slow
 def test_dump_by_signal_while_c_code_holds_the_interpreter_lock(tmp_path: Path) -> None:
     dump = tmp_path / "dump"
     script = tmp_path / "stuck.py"
@@ -87,6 +89,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_dumps_by_signal_do_not_crash_a_process_whose_other_threads_run(tmp_path: Path) -> None:
     """A handler that reads the frames of all threads ended this process at one of 30 signals or so."""
     child = subprocess.Popen([sys.executable, "-c", BUSY, tmp_path], stdout=subprocess.PIPE)
@@ -108,6 +111,7 @@ def test_dumps_by_signal_do_not_crash_a_process_whose_other_threads_run(tmp_path
         child.stdout.close()
 
 
+@pytest.mark.slow
 def test_missing_or_failing_py_spy_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda *_a, **_k: None)
     found, reason = stacks.dump_by_py_spy(os.getpid())

@@ -64,6 +64,7 @@ def wait_until_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_state_follows_the_training_and_is_removed(tmp_path: Path, directory: Path) -> None:
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         train(3)
@@ -83,6 +84,7 @@ def test_state_follows_the_training_and_is_removed(tmp_path: Path, directory: Pa
     assert open_run(tmp_path / "run").stored_findings() == ()
 
 
+@pytest.mark.slow
 def test_watching_changes_no_weight(tmp_path: Path, directory: Path) -> None:
     plain = train(6)
     with backlight.watch(run=tmp_path / "run", monitors="stalls", stalls={"after": 0.5}):
@@ -133,6 +135,7 @@ def test_full_shared_memory_is_reported_and_training_continues(
     assert not list(directory.iterdir())
 
 
+@pytest.mark.slow
 def test_signal_handler_of_the_user_is_kept(tmp_path: Path, directory: Path) -> None:
     from backlight.watchdog.stacks import DUMP_SIGNAL
 
@@ -150,6 +153,7 @@ def test_signal_handler_of_the_user_is_kept(tmp_path: Path, directory: Path) -> 
     assert event.payload["what"] == "stacks by signal"
 
 
+@pytest.mark.slow
 def test_patches_and_hooks_are_removed(tmp_path: Path, directory: Path) -> None:
     apply = torch.autograd.function.BackwardCFunction.apply
     save, reduce = torch.save, torch.distributed.all_reduce
@@ -181,6 +185,7 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_attach_to_a_stopped_process(
     child: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -194,6 +199,7 @@ def test_attach_to_a_stopped_process(
     assert "the process was not started by backlight" in printed["unseen"][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("py_spy", "traceable", "reasons"),
     [
@@ -234,6 +240,7 @@ open(sys.argv[3]).read()
 
 
 # Those with an interval of an hour are only reported by the kernel.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "interval"),
     [("killed", "3600"), ("finished", "0.25"), ("unreadable", "3600"), ("not open", "3600")],
@@ -272,6 +279,7 @@ def test_blocked_watchdog_ends_with_its_run(end: str, interval: str, directory: 
         rank.wait()
 
 
+@pytest.mark.slow
 def test_end_of_a_process_that_is_reaped_meanwhile_is_known(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,6 +306,7 @@ def test_end_of_a_process_that_is_reaped_meanwhile_is_known(
     observer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locked", [3, 1])
 def test_lock_of_one_moment_is_no_wait(locked: int, directory: Path, tmp_path: Path) -> None:
     """A compilation takes one lock after the other: the last samples have to show the same one."""
@@ -337,6 +346,7 @@ assert {os.readlink(f"/proc/self/fd/{n}") for n in (0, 1, 2)} == {"/dev/null"}
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pipe", "socket", "terminal"])
 def test_line_reaches_a_stream_that_the_watchdog_does_not_hold(kind: str) -> None:
     if kind == "socket":
@@ -360,6 +370,7 @@ def test_line_reaches_a_stream_that_the_watchdog_does_not_hold(kind: str) -> Non
         os.close(ours)
 
 
+@pytest.mark.slow
 def test_standard_error_that_is_no_file_is_not_inherited() -> None:
     code = "from backlight.watchdog.process import hand_over\nprint(hand_over()[0] is None)"
     command = [sys.executable, "-c", code]

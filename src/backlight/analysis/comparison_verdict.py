@@ -69,18 +69,17 @@ def _other_rows(comparison: Comparison) -> list[Row]:
 
 
 def _times_line(tested: Sequence[TimeComparison]) -> str:
-    firsts = [(times.names[1], times.rows[0]) for times in tested]
-    decided = [f"{name} is {row.verdict}" for name, row in firsts if row.is_significant]
-    rest = len(tested) - len(decided)
+    found = [f"{times.names[1]} is {times.rows[0].verdict}" for times in tested if times.rows[0].found]
+    rest = len(tested) - len(found)
     undecided = [f"{count(rest, 'run')} undecided"] if rest else []
-    return f"Step time against A: {listed([*decided, *undecided], RUNS)}."
+    return f"Step time against A: {listed([*found, *undecided], RUNS)}."
 
 
 def times_facts(times: TimeComparison, basis: str = "") -> list[str]:
     """Return what a comparison of step times rests on, and the phases that differ."""
     if not times.rows:
         return []
-    phases = [f"{row.name.replace('_', ' ')} {row.text}" for row in times.rows[1:] if row.is_significant]
+    phases = [f"{row.name.replace('_', ' ')} {row.text}" for row in times.rows[1:] if row.found]
     step = times.rows[0]
     rates = (number(1e3 / ms) for ms in (step.first_ms, step.second_ms))
     rate = ", ".join(f"{name} {rate}" for name, rate in zip(times.names, rates, strict=True))
@@ -115,11 +114,11 @@ def _slashed(values: tuple[str, ...]) -> str:
 
 
 def _findings(comparison: Comparison) -> Iterator[str]:
-    partial = [row for row in comparison.findings if len(row.present) < len(comparison.runs)]
-    serious = partial[:1]
+    apart = [row for row in comparison.findings if len(row.present) < len(comparison.runs)]
+    serious = apart[:1]
     for row in serious:
         yield f"only in {_only_in(row)}: {row.severity.value}: {row.title}"
-    rest, shared = len(partial) - len(serious), len(comparison.findings) - len(partial)
+    rest, shared = len(apart) - len(serious), len(comparison.findings) - len(apart)
     parts = [f"{shared} in all runs"] if shared else []
     parts += [f"{rest}{' more' if serious else ''} in some"] if rest else []
     if parts or not comparison.findings:

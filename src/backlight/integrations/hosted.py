@@ -65,10 +65,10 @@ def require(distribution: str, extra: str) -> str:
     """Return the installed version of ``distribution``, which is recent enough."""
     least = OLDEST_RELEASES[distribution]
     try:
-        version = importlib.metadata.version(distribution)
+        found = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        version = ""
-    if _numbers(version) < _numbers(least):
+        found = ""
+    if _numbers(found) < _numbers(least):
         names = {
             "lightning": "lightning",
             "huggingface": "huggingface",
@@ -79,9 +79,9 @@ def require(distribution: str, extra: str) -> str:
         source = f"'backlight[{names[extra]}]'" if extra in names else extra
         raise FrameworkError(
             f"backlight.integrations.{extra}: expected {distribution} {least} or newer, "
-            f"{f'got {version}' if version else 'it is not installed'}; run: pip install --upgrade {source}"
+            f"{f'got {found}' if found else 'it is not installed'}; run: pip install --upgrade {source}"
         )
-    return version
+    return found
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -154,9 +154,9 @@ class Hosted:
         if not self.active or self.watch is None or "log" in self._broken:
             return
         with self.shield("log", "what the framework logs"):
-            numbers = {n: v for n, v in values.items() if n not in {"step", "self"} and _is_number(v)}
-            if numbers:
-                self.watch.log(numbers, step=step)
+            own = {n: v for n, v in values.items() if n not in {"step", "self"} and _is_number(v)}
+            if own:
+                self.watch.log(own, step=step)
 
     def end(self, error: BaseException | None = None) -> None:
         """Close the run, and report the findings once."""
@@ -194,16 +194,16 @@ class Hosted:
             wait_for_ranks(path, OTHER_RANKS_TIMEOUT_S)
         try:
             run = open_run(path)
-            findings = findings_of(run)
+            found = findings_of(run)
         except StoreError as error:
             write(f"backlight: {error}", file=sys.stderr)
             return
         if self._summary and notebook_shell() is None:  # its cell shows them
-            _print_summary(run, findings)
+            _print_summary(run, found)
         if self._on_end is not None:
             name = getattr(self._on_end, "__qualname__", type(self._on_end).__name__)
             with self.shield("on_end", f"what {name} would have done"):
-                self._on_end(findings)
+                self._on_end(found)
 
 
 def _print_summary(run: Run, findings: Findings) -> None:

@@ -56,6 +56,7 @@ def test_gradients_are_reported_unchanged(events: Events) -> None:
     assert events.reported == ["grad of 1", "grad end"]
 
 
+@pytest.mark.slow
 def test_every_argument_form_is_accepted(events: Events) -> None:
     x = leaf()
     twice = torch.autograd.grad(outputs=(y for y in [x.sum(), (2 * x).sum()]), inputs=[x])
@@ -74,6 +75,7 @@ def test_every_argument_form_is_accepted(events: Events) -> None:
     assert begins == ["grad of 2", "grad of 1", "grad of 0", "backward of 0", "backward of 1"]
 
 
+@pytest.mark.slow
 def test_function_transforms_pass_through(events: Events) -> None:
     x = torch.arange(3.0)
     assert torch.equal(torch.func.grad(lambda v: (v * v).sum())(x), 2 * x)

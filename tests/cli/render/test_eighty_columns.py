@@ -186,6 +186,7 @@ def test_a_process_in_a_lock_fits(folder: Path) -> None:
             process.kill()
 
 
+@pytest.mark.slow
 def test_json_keeps_the_source_line_whole(folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "backlight", "why-no-grad", "--steps", "1", "--json", "cut.py"],

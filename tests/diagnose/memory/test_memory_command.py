@@ -20,6 +20,7 @@ from backlight.report.source import Source
 from backlight.report.verdict import outcome, summary_of
 from backlight.store.read.run import open_run
 from backlight.text import size
+from run_builder import build_run
 
 RECIPE = Path(__file__).parents[3] / "examples" / "gpt_recipe.py"
 
@@ -149,10 +150,7 @@ def test_script_that_ends_too_early_is_reported(tmp_path: Path, capsys: pytest.C
 
 
 def test_run_without_memory_is_reported_as_not_measured(tmp_path: Path) -> None:
-    from backlight.store.write.writer import RunWriter
-
-    RunWriter.create(tmp_path / "run").close()
-    source = Source(open_run(tmp_path / "run"))
+    source = Source(build_run(tmp_path / "run"))
     for name in ("memory_steps", "memory_modules"):
         message = PANELS[name].render(source)
         assert isinstance(message, NotMeasured)

@@ -22,7 +22,7 @@ from backlight.store.errors import StoreError
 from backlight.store.format.spectra import FIELDS
 from backlight.store.read.run import open_run
 from backlight.store.read.spectra import layers, left_out, measurements, table
-from backlight.store.write.writer import RunWriter
+from run_builder import build_run
 from spectra.processes import start_ranks
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "gpt_recipe.py"
@@ -272,10 +272,8 @@ def test_run_of_another_configuration_is_refused(recipe, tmp_path, reference):
         measure(recipe, tmp_path / "run", method="svd")
     with pytest.raises(SpectraError, match=r"\(the recipe changed\)"):
         measure(replace_in(recipe, "relu", "gelu"), tmp_path / "run")
-    RunWriter.create(tmp_path / "foreign").close()
-    writer = RunWriter.create(tmp_path / "foreign", resume=True)
-    writer.scalar(0, "loss", 1.0)
-    writer.close()
+    build_run(tmp_path / "foreign")
+    build_run(tmp_path / "foreign", resume=True, scalars={"loss": [1.0]})
     with pytest.raises(SpectraError, match="is a run of something else; choose another --out"):
         measure(recipe, tmp_path / "foreign")
 

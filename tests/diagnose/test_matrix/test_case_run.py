@@ -12,7 +12,7 @@ from backlight.diagnose.test_matrix.case_run import (
     open_case_run,
     steps_at,
 )
-from backlight.store.write.writer import RunWriter
+from run_builder import build_run
 
 LAUNCHER = (
     "Traceback (most recent call last):\n"
@@ -30,10 +30,7 @@ def test_progress_is_read_from_the_last_match() -> None:
 
 
 def test_steps_count_by_the_recorded_times(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", name="base")
-    for step in range(3):
-        writer.scalars(step, {"time": 100.0 + step})
-    writer.close()
+    build_run(tmp_path / "run", name="base", scalars={"time": [100.0, 101.0, 102.0]})
     run = open_case_run(tmp_path)
     assert steps_at(run, [99.0, 100.0, 101.5, 200.0]) == (0, 1, 2, 3)
     assert last_stall(run) is None

@@ -12,9 +12,9 @@ from backlight.diagnose.test_matrix.case_run import Observation, Progress
 from backlight.diagnose.test_matrix.evaluation import CaseResult, Effect, Evaluation, compare, evaluate
 from backlight.diagnose.test_matrix.plan import Case
 from backlight.records import DiagnosisKind, Finding, Fingerprint, Phase, Severity, Subject
-from backlight.store.write.writer import RunWriter
 from backlight.watchdog.attach import Attached
 from backlight.watchdog.text import Diagnosis
+from run_builder import build_run
 
 LINE = "/home/me/ops.py:22"
 
@@ -148,9 +148,7 @@ def finished(
     (attempt / "stdout.txt").write_text(output)
     (attempt / "stderr.txt").touch()
     if fingerprint is not None:
-        writer = RunWriter.create(attempt / "run", name=name)
-        writer.fingerprint(fingerprint)
-        writer.close()
+        build_run(attempt / "run", name=name, fingerprint=fingerprint)
     control = "" if name == "base" else "base"
     case = Case(
         name, ("python", "train.py"), str(root), 10.0, shows=shows, control=control, factor="checkpointing"

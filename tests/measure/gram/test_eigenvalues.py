@@ -110,6 +110,7 @@ def test_largest_eigenvalues(n: int, m: int) -> None:
         assert spectrum(A @ A.T, top=40).numerical_rank == 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("centred", [False, True])
 def test_eigenpairs_beyond_the_rank_are_left_out(centred: bool) -> None:
     A = stack(rank=3)

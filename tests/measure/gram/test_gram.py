@@ -18,7 +18,7 @@ N = 5
 
 
 def matrix_factors(x: Tensor, delta: Tensor, *, held: bool = False) -> MatrixFactors:
-    return MatrixFactors(delta, lambda a, b: x[a:b], lambda: x.norm(dim=-1), x.shape[-1], in_memory=held)
+    return MatrixFactors(delta, lambda a, b: x[a:b], lambda: x.norm(dim=-1), x.shape[-1], held=held)
 
 
 def factors(
@@ -76,6 +76,7 @@ def test_many_samples_use_symmetry(samples: int, kernel: str, t: int) -> None:
         assert torch.equal(K, K.T) or float((K - K.T).abs().max()) < rtol * float(K.diagonal().max())
 
 
+@pytest.mark.slow
 def test_small_eigenvalues_need_products_in_float64() -> None:
     base = torch.randn(1, 1, 1, 64)
     x = base + 1e-4 * torch.randn(40, 1, 1, 64)

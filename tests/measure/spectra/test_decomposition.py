@@ -52,6 +52,7 @@ def test_strongest_directions_equal_full_svd(method, p, q, dtype):
     torch.testing.assert_close(residual, found.residual, rtol=0.05, atol=3e-5 * float(expected.max()))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(st.integers(1, 30), st.integers(0, 20), st.integers(0, 99), st.sampled_from(METHODS))
 def test_all_directions_of_any_matrix(p, more, seed, method):

@@ -143,6 +143,7 @@ def test_block_reverb_ignores_rotations_inside_block():
     assert Z[1, 0, 2] == pytest.approx(float((polar[0] * polar[2]).sum()) / 3, abs=1e-14)
 
 
+@pytest.mark.slow
 def test_cross_diagonal_is_unbiased_for_any_directions():
     """For pure noise the singular value is far from 0, but this mean is not."""
     R, p, q, draws = 6, 12, 20, 300
@@ -182,6 +183,7 @@ def coverage(p, q, R, ratio, trials, seed):
     return hits / trials
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("R", "ratio"), [(3, 3), (5, 2), (5, 8), (8, 3)])
 def test_intervals_cover_the_truth(R, ratio):
     assert (coverage(24, 40, R, ratio, trials=150, seed=R) >= 0.9).all()
@@ -208,6 +210,7 @@ SCORES = st.tuples(st.integers(0, 6), st.integers(0, 3)).flatmap(
 )
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(SCORES)
 def test_alignment_is_optimal_and_permutation(score):

@@ -63,6 +63,7 @@ def test_oracle_b(method, ratio, tolerance):
     assert found.echo[0] > 3 * found.null[0]
 
 
+@pytest.mark.slow
 def test_every_direction_of_decaying_spectrum():
     G, U, _, V = injected(96, 160, 12, [12, 8, 5, 3.5, 2.5, 1.8, 0.5, 0.3], vectors=True)
     found = spectral_echo(G)
@@ -81,6 +82,7 @@ def test_every_direction_of_decaying_spectrum():
     assert np.abs(found.echo[8:]).max() < 0.2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "q", "R"), [(60, 60, 8), (40, 120, 16), (300, 400, 6)])
 def test_pure_noise_has_no_echo(p, q, R):
     found = spectral_echo(torch.randn(R, p, q))
@@ -130,6 +132,7 @@ def test_scaling_changes_units_only(method, factor):
         np.testing.assert_allclose(getattr(other, name)[:k], factor * getattr(one, name)[:k], rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_order_of_replicates_does_not_matter(method):
     G = injected(60, 100, 7, [8, 5, 3])
@@ -140,6 +143,7 @@ def test_order_of_replicates_does_not_matter(method):
         np.testing.assert_allclose(getattr(other, name), expected, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_chunks_do_not_matter(method, monkeypatch):
     G = injected(60, 100, 7, [8, 5, 3])
@@ -160,6 +164,7 @@ def test_chunks_do_not_matter(method, monkeypatch):
     assert failures
 
 
+@pytest.mark.slow
 def test_methods_agree():
     G = injected(330, 360, 6, [20, 12, 8, 5, 3.5, 2.5, 1.8, 1.4])
     found = {method: spectral_echo(G, method=method, null_draws=0) for method in ["auto", *METHODS]}
@@ -184,6 +189,7 @@ def test_methods_agree():
     np.testing.assert_allclose(found["randomized"].singular_values[kept], sorted_values[kept], rtol=1e-2)
 
 
+@pytest.mark.slow
 def test_many_directions_are_taken_by_gram_matrix():
     G = injected(360, 400, 5, list(np.linspace(30, 10, 60)))
     found = spectral_echo(G, null_draws=0)
@@ -199,6 +205,7 @@ def test_large_layer_of_noise_is_measured_as_noise():
     assert found.noise.sigma == pytest.approx(1, rel=0.01)
 
 
+@pytest.mark.slow
 def test_number_of_directions_is_limited():
     G = injected(60, 100, 6, [8, 5, 3])
     whole, two = spectral_echo(G), spectral_echo(G, max_directions=2)
@@ -219,6 +226,7 @@ def test_close_modes_lose_their_echo_but_not_their_block_echo():
     assert found.block_echo[2] == found.echo[2]
 
 
+@pytest.mark.slow
 def test_half_precision_is_promoted_first():
     G = injected(60, 100, 6, [8, 5, 3])
     exact = spectral_echo(G)
@@ -229,6 +237,7 @@ def test_half_precision_is_promoted_first():
         np.testing.assert_array_equal(found.echo, as_single.echo)
 
 
+@pytest.mark.slow
 def test_input_is_unchanged():
     G = injected(60, 100, 6, [8, 5, 3])
     before = G.clone()
@@ -285,6 +294,7 @@ def test_accelerator_equals_host(method):
         np.testing.assert_allclose(on_device.noise.variance, on_host.noise.variance, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_directions_are_numbered_by_mean(monkeypatch):
     """Swapped directions in the references of some replicates change nothing."""
     G = injected(60, 100, 6, [8, 5, 3])
@@ -304,6 +314,7 @@ def test_directions_are_numbered_by_mean(monkeypatch):
     np.testing.assert_array_equal(found.permutation, expected.permutation)
 
 
+@pytest.mark.slow
 def test_candidates_above_the_edge_are_kept_where_the_gram_takes_over():
     """Noise of few samples has large singular values of its own, which come before a weak direction."""
     p, q, R, samples = 400, 700, 4, 60

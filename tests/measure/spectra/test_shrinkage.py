@@ -42,6 +42,7 @@ def test_infer_inverts_predict(shape, ratio, sigma):
     np.testing.assert_allclose(forward.echo, echo, rtol=1e-9)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(SHAPES, STRENGTH, SIGMA)
 def test_transposing_swaps_left_and_right(shape, ratio, sigma):
@@ -73,6 +74,7 @@ def test_prediction_without_noise_is_input():
     np.testing.assert_allclose(spike.echo, 1)
 
 
+@pytest.mark.slow
 def test_shrinker_loses_less_than_its_neighbours():
     """The shrinker minimises the Frobenius loss over the value of the noisy direction."""
     p, q, sigma = 200, 500, 1.0
@@ -89,6 +91,7 @@ def test_shrinker_loses_less_than_its_neighbours():
     assert losses[1.0] < min(losses[0.9], losses[1.1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("p", "q"), [(60, 60), (40, 160)])
 def test_one_percent_of_noise_matrices_pass_upper_edge(p, q):
     generator = np.random.default_rng(1)

@@ -81,6 +81,7 @@ def assert_same(one, other):
     assert (np.abs(floats[finite, 2] - plain[finite, 2]) <= slack[finite]).all()
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_tiers_agree(dtype, check):
@@ -107,6 +108,7 @@ def test_subnormal_halves_count_where_the_thread_flushes_them(check):
     check(found, tensors)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_counts_are_exact_and_independent_of_threads(monkeypatch):
     ones = torch.ones(2**24 + 5)
@@ -150,6 +152,7 @@ def test_missing_compiler_is_not_tried_again(rows, monkeypatch, check):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     {
@@ -185,6 +188,7 @@ def test_it_is_requested_once_eager_time_reaches_its_cost(rows, monkeypatch):
     assert len(requests) == 1
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_eager_kernels_serve_while_it_compiles(rows, monkeypatch, tmp_path, check):
     """The compiler waits for the test; the training thread waits for nothing, and switches afterwards."""
@@ -279,6 +283,7 @@ SCRIPTS = {
 }
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_in_its_own_process(case, tmp_path):

@@ -81,6 +81,7 @@ def failing(driver: Any, call: str) -> None:
     ctypes.memmove(driver.failing, call.encode() + b"\0", len(call) + 1)
 
 
+@pytest.mark.slow
 def test_load_and_launch(driver: Any) -> None:
     launch = fused_rows.load(DEVICE, SOURCE, KERNELS)
     assert noted(driver) == [
@@ -100,6 +101,7 @@ def test_load_and_launch(driver: Any) -> None:
     assert noted(driver)[-1] == "pop"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "reason"),
     [

@@ -64,6 +64,7 @@ TENSORS = {
 MEASURES = {"statistics": partial(statistics, tier="eager"), "histogram": histogram}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("measure", "kind"), [(m, k) for m in MEASURES for k in TENSORS if (m, k) != ("histogram", "expanded")]
 )
@@ -75,6 +76,7 @@ def test_temporaries_are_bounded(measure, kind):
     assert 0 < peak.size <= BOUND < tensor.numel() * tensor.element_size()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_device")
 def test_temporaries_of_many_small_tensors_are_bounded():
     SCRATCH.drop()
@@ -87,11 +89,11 @@ def test_temporaries_of_many_small_tensors_are_bounded():
 def test_scratch_buffers_are_reused_and_small():
     tensors = [torch.randn(500_000), torch.randn(300_000, dtype=torch.float64), torch.randn(9).bfloat16()]
     statistics(tensors, tier="eager")
-    before = {key: held.data_ptr() for key, held in SCRATCH._buffers.items()}
+    before = {key: held.data_ptr() for key, held in SCRATCH._held.items()}
     assert before
     statistics(tensors, tier="eager")
-    assert {key: held.data_ptr() for key, held in SCRATCH._buffers.items()} == before
-    assert sum(held.untyped_storage().nbytes() for held in SCRATCH._buffers.values()) <= 16 * 2**20
+    assert {key: held.data_ptr() for key, held in SCRATCH._held.items()} == before
+    assert sum(held.untyped_storage().nbytes() for held in SCRATCH._held.values()) <= 16 * 2**20
 
 
 def test_result_keeps_no_gradient_alive():
@@ -141,6 +143,7 @@ def copied_tables(monkeypatch):
     return tables
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_device")
 def test_statistics_copy_once_without_synchronisation(copied_tables, kinds, check):
     tensors, scale = kinds, torch.tensor(1.0)

@@ -240,6 +240,7 @@ def test_total_equals_torch_clipping():
     np.testing.assert_allclose(total, float(torch.nn.utils.clip_grad_norm_(parameters, math.inf)), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_modes_of_caller_are_unchanged(check):
     tensors = [torch.randn(5), torch.randn(200_000)]
     state = torch.get_rng_state()

@@ -14,6 +14,7 @@ from faults.silent import habits
 from faults.silent_runs import HabitRun, expected_faults, habit_runs
 
 TENTH = habit_runs(strength=2, share=0.1)
+RUNS = [pytest.param(run, marks=[pytest.mark.full] if index % 4 else []) for index, run in enumerate(TENTH)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -28,8 +29,9 @@ def frozen_objects() -> Iterator[None]:
     clear_compilation_metrics()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("one", TENTH, ids=lambda one: f"{one.name}-{one.kind}-{one.habits}")
+@pytest.mark.parametrize("one", RUNS, ids=lambda one: f"{one.name}-{one.kind}-{one.habits}")
 def test_findings_do_not_depend_on_habits(one: HabitRun) -> None:
     is_uneven = one.kind == "error" and expected_faults()[one.name].expected["rule"] == "uneven_microbatches"
     if is_uneven and not SHOWS_HOOKS:

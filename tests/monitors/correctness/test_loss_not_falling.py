@@ -110,6 +110,7 @@ def train(path: Path, labels_of: Callable[[torch.Tensor], torch.Tensor]) -> list
     return list(evaluate_rules(backlight.open_run(path)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("read_targets")
 def test_labels_that_belong_to_other_inputs(tmp_path: Path) -> None:
     def labels(x: torch.Tensor) -> torch.Tensor:

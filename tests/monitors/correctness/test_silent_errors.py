@@ -17,6 +17,8 @@ from faults.published_on_ranks import CASES, HANGING
 from faults.silent import published_cases, well_known
 from ranks.launching import HERE, launched
 
+pytestmark = pytest.mark.slow
+
 FAULTS = {**published_cases.CASES, **well_known.FAULTS}
 FOUND = [name for name, fault in FAULTS.items() if "rule" in fault.expected]
 ON_RANKS = [name for name, fault in CASES.items() if "rule" in fault.expected and name not in HANGING]
@@ -38,6 +40,7 @@ def check(fault: Fault, findings: Findings, control: Findings) -> None:
     assert [f for f in control if f.severity is not Severity.INFO] == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FOUND)
 def test_error_is_found_and_its_control_is_silent(
@@ -60,6 +63,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_error_on_ranks_is_found_and_its_control_is_silent(name: str, folder: Path) -> None:
     runs = open_run(folder / name), open_run(folder / f"{name}-control")

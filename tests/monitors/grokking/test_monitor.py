@@ -64,6 +64,7 @@ def train(
         optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip", [None, 0.1])
 def test_training_is_unchanged_and_gradients_are_exact(tmp_path: Path, clip: float | None) -> None:
     plain, optimizer = build()
@@ -90,6 +91,7 @@ def test_training_is_unchanged_and_gradients_are_exact(tmp_path: Path, clip: flo
     )
 
 
+@pytest.mark.slow
 def test_gram_is_taken_before_step(tmp_path: Path) -> None:
     model, optimizer = build()
     model.body[3].p = 0.0
@@ -112,6 +114,7 @@ def test_gram_is_taken_before_step(tmp_path: Path) -> None:
         assert np.allclose(matrix, truth, rtol=1e-5, atol=1e-7 * np.abs(truth).max())
 
 
+@pytest.mark.slow
 def test_accumulated_gradients_are_measured_once_per_step(tmp_path: Path) -> None:
     model, optimizer = build()
     model.eval()
@@ -133,6 +136,7 @@ def test_accumulated_gradients_are_measured_once_per_step(tmp_path: Path) -> Non
             np.testing.assert_allclose(values, expected[step], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_missing_samples_are_recorded_as_unmeasured(tmp_path: Path) -> None:
     model, optimizer = build()
     with watched(tmp_path / "run", model, optimizer) as watch:
@@ -146,6 +150,7 @@ def test_missing_samples_are_recorded_as_unmeasured(tmp_path: Path) -> None:
     assert run.scalar("train_accuracy", "user").values.tolist() == [0.5]
 
 
+@pytest.mark.slow
 def test_failed_check_is_warning_and_dropped_measurement(tmp_path: Path) -> None:
     def mean_loss(model: nn.Module, batch: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(batch[0]), batch[1])  # not the sum

@@ -44,6 +44,7 @@ def test_oracle_null_is_not_grokking(
     assert nulls.trained(seed=3, steps=steps, **change).verdict in verdict
 
 
+@pytest.mark.slow
 def test_curriculum_is_not_grokking(nulls: ModuleType) -> None:
     assert nulls.curriculum(0, switch=500, steps=900).verdict is GrokkingVerdict.UNSTABLE
 
@@ -55,6 +56,7 @@ def test_sparse_parity_of_two_classes_groks(nulls: ModuleType, seed: int) -> Non
     assert found.memorised_test < 0.6
 
 
+@pytest.mark.slow
 def test_no_synthetic_null_is_called_grokking(nulls: ModuleType) -> None:
     found = [*nulls.synthetic(repeats=2), *nulls.shapes(repeats=3)]
     assert len(found) >= 70

@@ -105,6 +105,7 @@ def event(run: Run) -> Any:
     return found.payload
 
 
+@pytest.mark.slow
 def test_thresholds_of_the_run_hold_while_it_goes_on(tmp_path: Path) -> None:
     found = {}
     for name, thresholds in (
@@ -127,6 +128,7 @@ def test_thresholds_of_the_run_hold_while_it_goes_on(tmp_path: Path) -> None:
     assert found == {"default": ([SPIKE], [SPIKE]), "higher": ([], [])}
 
 
+@pytest.mark.slow
 def test_more_work_of_a_step_is_no_leap_while_the_run_goes_on(tmp_path: Path) -> None:
     x, y = data()
     model = classifier()
@@ -146,6 +148,7 @@ def _machine_may_be_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(samples_monitor, "END_TIMEOUT_S", samples_monitor.TIMEOUT_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_corrupted_image_is_named_by_its_dataset_index(tmp_path: Path, workers: int) -> None:
     x, y = data()
@@ -161,6 +164,7 @@ def test_corrupted_image_is_named_by_its_dataset_index(tmp_path: Path, workers: 
     assert call["top"][0]["without"] < 3 * event(run)["usual_norm"]
 
 
+@pytest.mark.slow
 @reads_losses
 def test_wrong_label_is_named_by_its_loss(tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -186,6 +190,7 @@ class Language(nn.Module):
         return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+@pytest.mark.slow
 def test_long_run_of_one_token_is_named_by_sample_and_positions(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, batches = Language(), []
@@ -204,6 +209,7 @@ def test_long_run_of_one_token_is_named_by_sample_and_positions(tmp_path: Path) 
     assert "of 32 hold" in spike(run).detail
 
 
+@pytest.mark.slow
 def test_batch_of_copies_is_named(tmp_path: Path) -> None:
     x, y = data()
     indices = order(0, 9)
@@ -215,6 +221,7 @@ def test_batch_of_copies_is_named(tmp_path: Path) -> None:
     assert f"{N} copies of one sample of {N} (dataset index 9) carry 100 %" in spike(run).detail
 
 
+@pytest.mark.slow
 def test_leap_of_the_learning_rate_names_no_sample(tmp_path: Path) -> None:
     x, y = data()
     model = classifier()
@@ -232,6 +239,7 @@ def test_leap_of_the_learning_rate_names_no_sample(tmp_path: Path) -> None:
     assert event(run)["calls"][0]["share"] == pytest.approx(1, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_microbatch_of_an_accumulation_is_named(tmp_path: Path) -> None:
     x, y = data()
     x[123] *= 1000
@@ -248,6 +256,7 @@ def test_microbatch_of_an_accumulation_is_named(tmp_path: Path) -> None:
     assert event(run)["difference"] < 1e-5
 
 
+@pytest.mark.slow
 def test_requested_step_names_the_sample_with_the_largest_share(tmp_path: Path) -> None:
     x, y = data()
     x[123] *= 3  # no spike
@@ -273,6 +282,7 @@ def test_request_without_health_or_of_a_negative_step_is_refused() -> None:
         backlight.watch(classifier(), health={"decompose": -1})
 
 
+@pytest.mark.slow
 def test_sample_that_is_not_finite_is_named(tmp_path: Path) -> None:
     x, y = data()
     x[123, 2] = torch.nan
@@ -419,6 +429,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_rank_of_the_sample_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ON_TWO_RANKS)
     done = run_ranks(tmp_path, "train.py", str(tmp_path / "run"))
@@ -459,6 +470,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [("sharded", "its parameters are sharded over ranks"), ("reduces", "communicates with other ranks")],

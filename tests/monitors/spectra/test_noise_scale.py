@@ -226,6 +226,7 @@ def test_linear_regression_has_the_closed_form(tmp_path: Path) -> None:
     assert value == pytest.approx(expected, rel=0.15)
 
 
+@pytest.mark.slow
 def test_first_microbatch_of_an_accumulation(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = NormedMlp().double()
@@ -271,6 +272,7 @@ def penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return loss + slope.square().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "kind", "n", "loss", "reason"),
     [
@@ -329,6 +331,7 @@ def test_rounding_leaves_no_parameter_out(dtype: torch.dtype | None, tmp_path: P
     assert [event.payload["unmeasured"] for event in run.events("noise_scale")] == [[]] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True:UserWarning")
 def test_graph_of_the_gradient_is_left_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -34,6 +34,7 @@ from backlight.store.read.spectra import table
 from backlight.store.write.writer import RunWriter
 from backlight.text import visible
 from report.synthetic import finding
+from run_builder import build_run
 from spectra_runs import STRENGTHS, Injected, record, replicates, write_spectra_run
 
 QKV, UP, HEAD = STRENGTHS
@@ -56,6 +57,7 @@ def field(layer: dict[str, object], name: str, step: int) -> np.ndarray:
     return np.asarray(layer["table"])[step, FIELDS.index(name)]
 
 
+@pytest.mark.slow
 def test_layers_are_sorted_by_their_share_of_signal(source: Source) -> None:
     rows = drawn(source, "spectra_layers").data["rows"]
     shares = [float(row[3]) for row in rows]
@@ -140,10 +142,9 @@ def test_thinned_indices_are_ascending_and_hold_both_ends(amount: int) -> None:
 
 
 def test_run_without_spectra_has_no_panel(tmp_path: Path) -> None:
-    writer = RunWriter.create(tmp_path / "run", monitors=("spectra",), step_offset=0)
-    writer.close()
+    source = Source(build_run(tmp_path / "run", monitors=("spectra",)))
     for name in NAMES:
-        result = PANELS[name].render(Source(open_run(tmp_path / "run")))
+        result = PANELS[name].render(source)
         assert isinstance(result, NotMeasured)
         assert result.reason.endswith(".")
 
@@ -158,6 +159,7 @@ def test_pure_noise_is_rendered(tmp_path: Path) -> None:
     assert row[5] == "0"
 
 
+@pytest.mark.slow
 def test_attempts_are_joined(tmp_path: Path) -> None:
     write_spectra_run(tmp_path / "run", Injected(steps=(0, 10)))
     run = write_spectra_run(tmp_path / "run", Injected(steps=(10, 20)))
@@ -208,6 +210,7 @@ def test_drift_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     assert by_title["Overlap of the leading right directions with those before"].tolist() == [0.5, 0.5]
 
 
+@pytest.mark.slow
 def test_notes_name_noise_and_the_batch(tmp_path: Path) -> None:
     weak = Source(write_spectra_run(tmp_path / "weak", Injected(steps=(0, 10), strengths={UP: (8.0,)})))
     assert any(
@@ -222,6 +225,7 @@ def test_notes_name_noise_and_the_batch(tmp_path: Path) -> None:
     assert not any("batch" in note for note in checkpoints.remarks)
 
 
+@pytest.mark.slow
 def test_noise_scale_of_layers_together_is_that_of_their_joint_gradient(tmp_path: Path) -> None:
     plan = Injected(steps=(0,), strengths={UP: (8.0,), HEAD: (60.0,)})
     histories = spectra_of(Source(write_spectra_run(tmp_path / "run", plan)))
@@ -239,6 +243,7 @@ def test_noise_scale_of_layers_together_is_that_of_their_joint_gradient(tmp_path
     assert not math.isclose(expected, sorted(layers)[len(layers) // 2], rel_tol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strength", "words"),
     [(3.0, "most of each step is noise"), (100.0, "a smaller batch would give nearly the same steps")],

@@ -64,6 +64,7 @@ FAULTS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], str, bool]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_one_warning_and_event(fault: str, tmp_path: Path) -> None:
     prepare, reason, everything = FAULTS[fault]
@@ -80,6 +81,7 @@ def test_fault_is_one_warning_and_event(fault: str, tmp_path: Path) -> None:
     assert bool(names) is not everything
 
 
+@pytest.mark.slow
 def test_same_data_twice_are_reported(tmp_path: Path) -> None:
     model = build().eval()
     with pytest.warns(RuntimeWarning, match=r"replicates \d and \d are the same"):
@@ -87,6 +89,7 @@ def test_same_data_twice_are_reported(tmp_path: Path) -> None:
     assert not stored.measurements(backlight.open_run(tmp_path))
 
 
+@pytest.mark.slow
 def test_step_that_scaler_skips_is_not_measured(tmp_path: Path) -> None:
     states = []
     for path in (None, tmp_path):
@@ -139,6 +142,7 @@ def test_closures_and_autograd_grad_are_reported_as_unmeasured(tmp_path: Path) -
         sgd.step()
 
 
+@pytest.mark.slow
 def test_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -207,6 +211,7 @@ def test_error_of_this_monitor_disables_no_other(tmp_path: Path, monkeypatch: py
     assert not stored.measurements(run)
 
 
+@pytest.mark.slow
 def test_steps_beyond_backlog_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     go = threading.Event()
     original = StepMeasurement.measure

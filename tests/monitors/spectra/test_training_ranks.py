@@ -44,6 +44,7 @@ def measured(results: Path, mode: str) -> set[tuple[int, str]]:
     return {(m.step, m.parameter) for m in stored.measurements(open_run(results / mode / "run"))}
 
 
+@pytest.mark.slow
 def test_training_is_unchanged_on_every_rank(results: Path) -> None:
     for mode in ("ddp", "exchange", "missing", "fsdp", "fewer"):
         assert [one["same"] for one in reports(results, mode)] == [True, True], mode

@@ -96,6 +96,7 @@ def test_failed_run_reports_the_exception(grow: Grow) -> None:
     assert view.stand.detail == "Failed with ValueError at step 2; the last step is 1."
 
 
+@pytest.mark.slow
 def test_killed_writer_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "run"
     child = os.fork()  # a dead process without the start-up time of a new interpreter
@@ -170,6 +171,7 @@ def test_panel_is_sent_once_until_it_changes(grow: Grow) -> None:
         view.panel("nothing")
 
 
+@pytest.mark.slow
 def test_panel_size_does_not_grow_with_the_run(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     """One column of the heat map is sent, with as many cells as a screen shows."""
     run = grow(0, plan=Plan(steps=1500, blocks=1))
@@ -240,6 +242,7 @@ def test_zoomed_panel_has_the_recorded_values(grow: Grow) -> None:
     assert "missing" in nothing
 
 
+@pytest.mark.slow
 def test_several_runs_are_overlaid(tmp_path: Path) -> None:
     runs = [Growing(tmp_path / "one" / "run"), Growing(tmp_path / "two" / "run"), Growing(tmp_path / "third")]
     for amount, run in zip((10, 20), runs, strict=False):

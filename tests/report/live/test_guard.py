@@ -187,6 +187,7 @@ def test_server_listens_on_loopback_only(server: LiveServer) -> None:
     assert server._socket.getsockname() == ("127.0.0.1", server.port)
 
 
+@pytest.mark.slow
 def test_half_open_connections_do_not_stop_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """More connections than descriptors, none of which sends a whole request."""
     monkeypatch.setattr(server_module, "HEADER_TIMEOUT_S", 1.0)

@@ -174,6 +174,7 @@ def stored_at(path: Path, step: int) -> float:
     raise AssertionError(f"step {step} was never stored")
 
 
+@pytest.mark.slow
 def test_view_state_is_kept_while_the_run_grows(look: Look, grow: Grow) -> None:
     run = grow(120, plan=Plan(steps=400, blocks=2))
     driver = look([run.path])
@@ -211,6 +212,7 @@ def test_view_state_is_kept_while_the_run_grows(look: Look, grow: Grow) -> None:
     wait(driver, lambda d: not chip.is_displayed())
 
 
+@pytest.mark.slow
 def test_card_stays_open_while_its_sparkline_grows(look: Look, grow: Grow) -> None:
     run = grow(40)
     run.steps(5, broken=2)
@@ -245,6 +247,7 @@ def test_offscreen_panels_are_updated_on_scroll(look: Look, grow: Grow) -> None:
     wait(driver, lambda d: any("/panel/phases?" in request["url"] for request in requests(d)))
 
 
+@pytest.mark.slow
 def test_overlay_links_to_the_page_of_each_run(look: Look, grow: Grow) -> None:
     runs = [grow(20, name) for name in ("small", "large")]
     driver = look([run.path for run in runs])
@@ -309,6 +312,7 @@ def test_wrong_token_shows_why_and_nothing_of_the_run(browser: webdriver.Chrome,
     browser.get_log("browser")
 
 
+@pytest.mark.slow
 def test_noscript_page_names_the_report_command(look: Look, grow: Grow) -> None:
     run = grow(3)
     driver = look([run.path])

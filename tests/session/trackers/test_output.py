@@ -125,6 +125,7 @@ def test_points_are_sent_to_the_tracker(tmp_path: Path, register: Callable[..., 
     assert not any(value.spreads for value in sink.points[1:4])  # updates are measured at every 4th step
 
 
+@pytest.mark.slow
 def test_loss_of_every_step_is_sent_recorded_or_not(tmp_path: Path, register: Callable[..., None]) -> None:
     sink = RecordingSink()
     register("recorder", lambda *_: sink)
@@ -167,6 +168,7 @@ def test_stored_run_gives_the_points_sent_live(tmp_path: Path, register: Callabl
             np.testing.assert_allclose(one.spreads[name], other.spreads[name])
 
 
+@pytest.mark.slow
 def test_findings_and_final_status_are_sent(tmp_path: Path, register: Callable[..., None]) -> None:
     sink = RecordingSink()
     register("recorder", lambda *_: sink)
@@ -186,6 +188,7 @@ def test_findings_and_final_status_are_sent(tmp_path: Path, register: Callable[.
     assert all(np.isnan(point.values["loss"]) for point in sink.points)
 
 
+@pytest.mark.slow
 def test_finding_is_sent_during_training(tmp_path: Path, register: Callable[..., None]) -> None:
     live: list[tuple[str, int]] = []
     reported = threading.Event()
@@ -234,6 +237,7 @@ class Raises(RecordingSink):
         self._at("close")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "error"),
     [

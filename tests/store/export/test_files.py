@@ -80,6 +80,7 @@ def test_csv(run: Run, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.slow
 def test_parquet_has_types_and_nulls(run: Run, tmp_path: Path) -> None:
     made = export(run, tmp_path / "out.parquet")
     table = pq.read_table(made[0])

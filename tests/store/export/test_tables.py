@@ -161,6 +161,7 @@ def test_unknown_tables_and_suffixes_are_rejected(run: Run, tmp_path: Path) -> N
 # Frames
 
 
+@pytest.mark.slow
 def test_polars_keeps_null_and_nan_apart(run: Run) -> None:
     frame = to_polars(run, "gradient", ["step", "norm"])
     assert frame.columns == ["step", "norm"]

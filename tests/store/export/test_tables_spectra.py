@@ -28,6 +28,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_spectra_run_exports_its_directions(run: Run, tmp_path: Path) -> None:
     made = export(run, tmp_path / "out.csv")
     assert made == (tmp_path / "out.csv",)

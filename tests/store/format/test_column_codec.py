@@ -25,6 +25,7 @@ def test_floats_round_trip_bit_identical(values_SPK: npt.NDArray[np.float64]) ->
         assert np.array_equal(back.view(np.int64), np.ascontiguousarray(values_SPK[:, :, k]).view(np.int64))
 
 
+@pytest.mark.slow
 @given(SHAPES.flatmap(lambda s: hnp.arrays(np.int64, s, elements=INTS)))
 def test_integers_round_trip(values_SPK: npt.NDArray[np.int64]) -> None:
     _, P, K = values_SPK.shape

@@ -117,6 +117,7 @@ def assert_equal_runs(a: Run, b: Run) -> None:
             assert same(a.spread(name, source).values, b.spread(name, source).values)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "sharded"),
     [(1, False), (3, False), (3, True), (1, True)],
@@ -141,6 +142,7 @@ def test_a_compacted_run_answers_as_before(tmp_path: Path, ranks: int, sharded: 
             assert repr(list(one.rows())) == repr(list(other.rows()))
 
 
+@pytest.mark.slow
 def test_an_attempt_after_compaction_joins_the_columns(tmp_path: Path) -> None:
     write(tmp_path / "run", 2, sharded=True, attempts=1)
     compact(tmp_path / "run")
@@ -162,6 +164,7 @@ def test_an_attempt_after_compaction_joins_the_columns(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "run").glob("attempt-000/columns-*")] == ["columns-000001"]
 
 
+@pytest.mark.slow
 def test_columns_are_parquet_that_duckdb_reads(tmp_path: Path) -> None:
     duckdb: Any = pytest.importorskip("duckdb")
     write(tmp_path / "run", 3, sharded=True, attempts=1)
@@ -192,6 +195,7 @@ def flip(path: Path, share: float) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.07, 0.995], ids=["norm", "footer"])
 def test_damaged_columns_are_one_error(columns: Path, share: float) -> None:
     flip(columns / "gradient-joined.parquet", share)
@@ -205,6 +209,7 @@ def test_damaged_columns_are_one_error(columns: Path, share: float) -> None:
         findings_of(open_run(columns.parent.parent))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -226,6 +231,7 @@ def test_a_dataset_that_is_not_whole_is_refused(
         open_run(columns.parent.parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
@@ -245,6 +251,7 @@ def test_an_index_that_lies_is_refused(columns: Path, key: str, value: object, w
         open_run(columns.parent.parent)
 
 
+@pytest.mark.slow
 def test_claims_of_more_rows_than_bytes_allow_are_refused(
     columns: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,6 +261,7 @@ def test_claims_of_more_rows_than_bytes_allow_are_refused(
         open_run(columns.parent.parent).frame("gradient", "norm")
 
 
+@pytest.mark.slow
 def test_without_pyarrow_runs_stay_and_columns_name_the_library(
     tmp_path: Path, columns: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +293,7 @@ def test_a_failed_verification_changes_nothing(tmp_path: Path, monkeypatch: pyte
     assert not list((tmp_path / "run" / "attempt-000").glob("*columns*"))
 
 
+@pytest.mark.slow
 def test_a_compacted_part_is_not_joined(tmp_path: Path, columns: Path) -> None:
     write(tmp_path / "whole", 2, sharded=True, attempts=1)
     with pytest.raises(RunExistsError, match="was compacted; join the parts first, then compact the run"):

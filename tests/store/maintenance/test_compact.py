@@ -56,6 +56,7 @@ def content(run: Run) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_compaction_after_a_kill_closes_the_run(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", BODY)
     before = content(open_run(path))
@@ -76,6 +77,7 @@ def test_compaction_after_a_kill_closes_the_run(tmp_path: Path, killed: Callable
     assert result.after < result.before
 
 
+@pytest.mark.slow
 def test_compaction_is_idempotent(tmp_path: Path, killed: Callable[..., Path], digest: Digest) -> None:
     path = killed(tmp_path / "run", BODY)
     compact(path)
@@ -117,6 +119,7 @@ def compact_up_to(path: Path, point: int, monkeypatch: pytest.MonkeyPatch) -> bo
     return True
 
 
+@pytest.mark.slow
 def test_interrupted_compaction_keeps_all_data(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +138,7 @@ def test_interrupted_compaction_keeps_all_data(
     assert point >= 5
 
 
+@pytest.mark.slow
 def test_live_run_is_not_compacted(
     tmp_path: Path, start_process: Callable[..., subprocess.Popen[str]], digest: Digest, record: Record
 ) -> None:
@@ -148,6 +152,7 @@ def test_live_run_is_not_compacted(
     assert {k: v for k, v in digest(path).items() if not k.endswith("-shm")} == before
 
 
+@pytest.mark.slow
 def test_writer_on_another_host_prevents_compaction(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", BODY)
     manifest = atomic_json.read_document(path / "manifest.json")
@@ -188,6 +193,7 @@ def test_thinning_keeps_every_nth_step_and_other_tables(tmp_path: Path, record: 
         compact(tmp_path / "run", every=0)
 
 
+@pytest.mark.slow
 def test_damaged_database_is_not_modified(tmp_path: Path, record: Record) -> None:
     record(tmp_path / "run", 2000)
     database = tmp_path / "run" / "attempt-000" / "rank-00000.db"
@@ -211,6 +217,7 @@ def test_directory_without_a_run_is_rejected(tmp_path: Path) -> None:
         compact(tmp_path)
 
 
+@pytest.mark.slow
 def test_every_rank_and_attempt_is_compacted(tmp_path: Path, record: Record) -> None:
     for _ in range(2):
         writers = [RunWriter.create(tmp_path, rank=r, world_size=2, run_id="x") for r in range(2)]
@@ -224,6 +231,7 @@ def test_every_rank_and_attempt_is_compacted(tmp_path: Path, record: Record) -> 
     assert [a.ranks for a in run.attempts] == [(0, 1), (0, 1)]
 
 
+@pytest.mark.slow
 def test_log_of_a_killed_watchdog_is_merged(tmp_path: Path, killed: Callable[..., Path]) -> None:
     body = """
 from backlight.store.write.watchdog import WatchdogWriter
@@ -239,6 +247,7 @@ ready()
     assert [(e.step, e.kind) for e in open_run(path).events("stall")] == [(3, "stall")]
 
 
+@pytest.mark.slow
 def test_running_watchdog_is_not_touched(
     tmp_path: Path, start_process: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

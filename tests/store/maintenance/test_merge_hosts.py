@@ -70,6 +70,7 @@ def test_ranks_without_the_run_of_rank_zero_write_a_part(
     )
 
 
+@pytest.mark.slow
 def test_parts_are_joined(
     tmp_path: Path, host: Callable[[str], None], record: Record, digest: Digest
 ) -> None:
@@ -97,6 +98,7 @@ def test_compacted_part_is_joined(tmp_path: Path, host: Callable[[str], None], r
     assert open_run(run).losses == ()
 
 
+@pytest.mark.slow
 def test_later_launch_is_joined_to_its_own_attempt(
     tmp_path: Path, host: Callable[[str], None], record: Record
 ) -> None:
@@ -111,6 +113,7 @@ def test_later_launch_is_joined_to_its_own_attempt(
     assert not [loss for loss in open_run(run).losses if "attempt 1" in loss]
 
 
+@pytest.mark.slow
 def test_parts_of_other_launches_are_rejected(
     tmp_path: Path, host: Callable[[str], None], record: Record, digest: Digest
 ) -> None:
@@ -136,6 +139,7 @@ def test_parts_of_other_launches_are_rejected(
     writer.close()
 
 
+@pytest.mark.slow
 def test_restarted_job_takes_over_from_an_unreachable_host(
     tmp_path: Path, killed: Callable[..., Path], host: Callable[[str], None]
 ) -> None:

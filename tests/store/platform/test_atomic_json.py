@@ -80,6 +80,7 @@ def test_missing_document_is_rejected(tmp_path: Path) -> None:
 DOCUMENT = {"format": 2, "name": "a\udcffb", "steps": [1, 2.5, None], "deep": {"crc": 7, "empty": {}}}
 
 
+@pytest.mark.slow
 def test_no_changed_bit_passes(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
     atomic_json.write_document(path, DOCUMENT)

@@ -79,6 +79,7 @@ def call() -> Iterator[Call]:
     running.end()
 
 
+@pytest.mark.slow
 def test_fork_waits_for_the_call_of_another_thread(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "FORK_WAIT_S", 60.0)
     forked, codes = threading.Event(), list[int]()
@@ -99,12 +100,14 @@ def test_fork_waits_for_the_call_of_another_thread(call: Call, monkeypatch: pyte
     use_sqlite()  # the lock is free again
 
 
+@pytest.mark.slow
 def test_stuck_call_does_not_stop_a_fork(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "FORK_WAIT_S", 0.01)
     assert exit_code(fork(CALLS.__enter__)) == 0
     assert not call.events
 
 
+@pytest.mark.slow
 def test_thread_that_is_inside_of_a_call_may_fork() -> None:
     codes = []
     connection = connect("file::memory:", 1.0)
@@ -118,6 +121,7 @@ def test_thread_that_is_inside_of_a_call_may_fork() -> None:
     assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_forks_at_the_same_time_all_end() -> None:
     codes: list[int] = []
     threads = [
@@ -131,6 +135,7 @@ def test_forks_at_the_same_time_all_end() -> None:
     assert codes == [0] * 8
 
 
+@pytest.mark.slow
 def test_fork_waits_for_another_lock_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, inside, go = threading.RLock(), threading.Event(), threading.Event()
     events: list[str] = []

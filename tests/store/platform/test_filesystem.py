@@ -92,6 +92,7 @@ def test_claim_is_held_and_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("network")
 def test_claim_of_an_exited_process_is_replaced(tmp_path: Path) -> None:
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -124,6 +125,7 @@ def test_creating_a_run_leaves_no_claim(tmp_path: Path) -> None:
 WITHOUT_LOCKS = "filesystem.on_network = lambda _: True; filesystem.fcntl.flock = lambda *_: None"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locks", ["", WITHOUT_LOCKS], ids=["kernel", "claim"])
 def test_one_of_several_concurrent_processes_gets_the_directory(tmp_path: Path, locks: str) -> None:
     code = f"""

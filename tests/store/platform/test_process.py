@@ -29,6 +29,7 @@ def test_current_process_is_alive() -> None:
     assert ME.alive() is True
 
 
+@pytest.mark.slow
 def test_exited_process_is_not_alive() -> None:
     ended = identity_of_an_ended_process()
     assert ended.pid != ME.pid
@@ -57,6 +58,7 @@ def test_empty_identity_is_unknown() -> None:
     assert codec.convert({"pid": "text"}, ProcessIdentity).pid == 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not ME.start, reason="zombies are recognised by /proc")
 def test_zombie_is_not_alive() -> None:
     read, write = os.pipe()

@@ -180,6 +180,7 @@ def test_truncated_database_returns_the_rest_and_reports_the_loss(
     assert run.losses
 
 
+@pytest.mark.slow
 def test_flipped_bytes_never_give_wrong_numbers(run_path: Path, numbers: Callable[..., np.ndarray]) -> None:
     path = database(run_path)
     data = path.read_bytes()
@@ -380,6 +381,7 @@ def test_unknown_encoding_error_names_the_fix(run_path: Path) -> None:
         open_run(run_path).array("gram")
 
 
+@pytest.mark.slow
 def test_random_manifest_raises_only_run_errors(run_path: Path) -> None:
     original = atomic_json.read_document(run_path / "manifest.json")
     source = np.random.default_rng(1)

@@ -105,6 +105,7 @@ def test_returned_arrays_do_not_change(run: Growing) -> None:
     assert len(early.frame("gradient", "rms").steps) == 20
 
 
+@pytest.mark.slow
 def test_older_snapshot_is_served_from_the_cache(run: Growing, decoded: list[int]) -> None:
     follow = open_growing()
     run.steps(20)
@@ -161,6 +162,7 @@ def ranks(tmp_path: Path) -> Iterator[list[Growing]]:
         rank.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True], ids=["replicas", "shards"])
 def test_joined_ranks_equal_a_full_read(tmp_path: Path, sharded: bool) -> None:
     path = tmp_path / "run"
@@ -223,6 +225,7 @@ def test_scalar_names_are_read_once_per_file(
     assert len(requested) == len(set(requested)) == 2
 
 
+@pytest.mark.slow
 def test_older_snapshot_of_ranks_does_not_change(ranks: list[Growing], tmp_path: Path) -> None:
     path = tmp_path / "run"
     follow = open_growing()
@@ -237,6 +240,7 @@ def test_older_snapshot_of_ranks_does_not_change(ranks: list[Growing], tmp_path:
         assert_same(snapshot, whole)
 
 
+@pytest.mark.slow
 def test_new_rows_are_joined_in_windows_beyond_the_memory_limit(
     ranks: list[Growing], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoded: list[int]
 ) -> None:
@@ -289,6 +293,7 @@ def test_new_rank_offset_joins_its_step_again(ranks: list[Growing], tmp_path: Pa
     assert_same(follow(path), open_run(path))
 
 
+@pytest.mark.slow
 def test_replaced_ranks_are_decoded_again(tmp_path: Path) -> None:
     follow = open_growing()
     for amount in (30, 12, 20):

@@ -80,6 +80,7 @@ COLUMNS = (
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_joined_shards_and_replicas_equal_one_process(

@@ -124,6 +124,7 @@ def test_open_run_is_a_snapshot(tmp_path: Path, record: Record) -> None:
     assert len(before.series_steps("gradient")) == 5
 
 
+@pytest.mark.slow
 def test_killed_run_is_read_completely_without_changes(
     tmp_path: Path, killed: Callable[..., Path], digest: Digest
 ) -> None:
@@ -142,6 +143,7 @@ def test_killed_run_is_read_completely_without_changes(
     assert digest(path) == before
 
 
+@pytest.mark.slow
 def test_copy_without_the_log_reports_missing_rows(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
     copy = tmp_path / "copy"
@@ -153,6 +155,7 @@ def test_copy_without_the_log_reports_missing_rows(tmp_path: Path, killed: Calla
     )
 
 
+@pytest.mark.slow
 def test_copy_with_the_log_is_complete(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", KILLED_WITH_A_LOG)
     copy = tmp_path / "copy"
@@ -160,6 +163,7 @@ def test_copy_with_the_log_is_complete(tmp_path: Path, killed: Callable[..., Pat
     assert len(open_run(copy).series_steps("gradient")) == 30
 
 
+@pytest.mark.slow
 def test_private_copies_are_removed_with_the_run(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +178,7 @@ def test_private_copies_are_removed_with_the_run(
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_private_copies_of_killed_readers_are_removed(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +209,7 @@ def test_private_copies_of_killed_readers_are_removed(
     assert not kept.exists()
 
 
+@pytest.mark.slow
 def test_fork_leaves_the_private_copy_of_its_parent(tmp_path: Path, killed: Callable[..., Path]) -> None:
     run = open_run(killed(tmp_path / "run", KILLED_WITH_A_LOG))
     child = os.fork()
@@ -217,6 +223,7 @@ def test_fork_leaves_the_private_copy_of_its_parent(tmp_path: Path, killed: Call
     assert len(run.series_steps("gradient")) == 30
 
 
+@pytest.mark.slow
 def test_run_is_readable_during_writing(
     tmp_path: Path, start_process: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -269,6 +276,7 @@ def test_readers_do_not_block_closing(tmp_path: Path, record: Record) -> None:
     assert run.frame("gradient", "max_abs").values.shape == (5, 4)
 
 
+@pytest.mark.slow
 def test_log_that_changes_during_the_copy_is_copied_again(
     tmp_path: Path, killed: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +292,7 @@ def test_log_that_changes_during_the_copy_is_copied_again(
     assert len(calls) == 6
 
 
+@pytest.mark.slow
 def test_read_only_directory_is_readable(
     tmp_path: Path, killed: Callable[..., Path], digest: Digest, read_only: Callable[[Path], Path]
 ) -> None:
@@ -297,6 +306,7 @@ def test_read_only_directory_is_readable(
     assert digest(target) == before
 
 
+@pytest.mark.slow
 def test_reading_imports_neither_torch_nor_h5py(tmp_path: Path, record: Record) -> None:
     record(tmp_path / "run", 2)
     code = """

@@ -32,6 +32,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     values=st.sampled_from(DTYPES).flatmap(
@@ -103,6 +104,7 @@ def test_shapes_may_change_and_the_caller_may_reuse_its_array(tmp_path: Path) ->
     assert [a.tolist() for a in found] == [[], [1.0, 1.0], [[7.0], [7.0]], [3.0, 3.0]]
 
 
+@pytest.mark.slow
 def test_many_flushes_leave_few_pieces(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path)
     for step in range(100):
@@ -118,6 +120,7 @@ def test_many_flushes_leave_few_pieces(tmp_path: Path) -> None:
     assert open_run(tmp_path).losses == ()
 
 
+@pytest.mark.slow
 def test_pieces_roll_over_by_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "MAX_MERGED_BYTES", 50_000)
     writer = RunWriter.create(tmp_path)
@@ -221,6 +224,7 @@ def test_evidence_is_read_only_from_its_directory(tmp_path: Path) -> None:
             run.read_evidence(path)
 
 
+@pytest.mark.slow
 def test_one_array_is_found_without_opening_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

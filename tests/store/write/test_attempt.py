@@ -197,6 +197,7 @@ def test_of_processes_that_start_at_once_each_gets_a_directory(tmp_path: Path) -
     assert list(path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_killed_run_gets_an_attempt_after_its_last_step(
     tmp_path: Path, killed: Callable[..., Path], record: Callable[..., object]
 ) -> None:
@@ -213,6 +214,7 @@ def test_killed_run_gets_an_attempt_after_its_last_step(
     assert run.frame("gradient", "norm").steps.tolist() == list(range(22))
 
 
+@pytest.mark.slow
 def test_remote_writer_counts_as_alive_while_its_heartbeat_is_fresh(
     tmp_path: Path, killed: Callable[..., Path]
 ) -> None:

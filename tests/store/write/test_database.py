@@ -38,6 +38,7 @@ def test_spacing_counts_recorded_steps() -> None:
     assert kept == [0, 0, 0, 40, 40, 40, 80, 80, 80, 120, 120, 120]
 
 
+@pytest.mark.slow
 def test_run_of_any_length_fits_the_limit(tmp_path: Path, record: Record) -> None:
     limit = 2_000_000
     messages: list[str] = []
@@ -100,6 +101,7 @@ def test_array_over_the_limit_is_skipped_and_reported(tmp_path: Path) -> None:
     assert any("max_disk reached" in loss and "array big" in loss for loss in run.losses)
 
 
+@pytest.mark.slow
 def test_size_of_earlier_attempts_is_included(tmp_path: Path, record: Record) -> None:
     record(tmp_path / "run", 2000, names=30)
     writer = RunWriter.create(tmp_path / "run", max_disk=1_000_000, flush_interval=0.0, resume=True)

@@ -34,6 +34,7 @@ def continue_writing(writer: RunWriter, record: Record, start: int) -> None:
     writer.flush()
 
 
+@pytest.mark.slow
 def test_full_disk_is_a_reported_loss(mounted: Callable[..., Path], record: Record) -> None:
     target = mounted("size=2m")
     messages: list[str] = []
@@ -58,6 +59,7 @@ def test_full_disk_is_a_reported_loss(mounted: Callable[..., Path], record: Reco
     assert np.array_equal(run.scalar("loss").values, 1.0 / np.arange(1, stored + 1))
 
 
+@pytest.mark.slow
 def test_loss_is_written_once_space_is_available(mounted: Callable[..., Path], record: Record) -> None:
     target = mounted("size=2m")
     (target / "ballast").write_bytes(b"x" * 1_500_000)
@@ -74,6 +76,7 @@ def test_loss_is_written_once_space_is_available(mounted: Callable[..., Path], r
     assert any("recording stopped after step" in loss and "full" in loss for loss in run.losses)
 
 
+@pytest.mark.slow
 def test_read_only_directory_is_rejected_before_training(
     read_only: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -114,6 +117,7 @@ def test_deleted_files_are_a_reported_loss(tmp_path: Path, record: Record, what:
         assert "was deleted" in manifest["attempts"][0]["progress"]["lost"]
 
 
+@pytest.mark.slow
 def test_file_size_limit_is_a_reported_loss(tmp_path: Path) -> None:
     code = """
 import resource, signal, sys
@@ -251,6 +255,7 @@ assert len(messages) == 1, messages
 """
 
 
+@pytest.mark.slow
 def test_closed_descriptors_are_a_loss_and_harm_no_file_of_the_script(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", CLOSE_ALL, str(tmp_path)], capture_output=True, text=True, check=False

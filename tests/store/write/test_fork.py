@@ -10,6 +10,8 @@ import pytest
 
 from backlight.store.read.run import open_run
 
+pytestmark = pytest.mark.slow
+
 PARENT = """
 import os, sys, threading
 import numpy as np
@@ -62,6 +64,7 @@ thread = threading.Thread(target=hold); thread.start(); held.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leave", "hold", "release"),
     [

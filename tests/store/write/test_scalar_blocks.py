@@ -37,6 +37,7 @@ def database(path: Path) -> Path:
     return path / "attempt-000" / "rank-00000.db"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [7, 1000])
 def test_three_scalars_of_a_step_take_at_most_32_bytes(tmp_path: Path, every: int) -> None:
     RunWriter.create(tmp_path / "empty").close()

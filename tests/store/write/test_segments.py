@@ -135,6 +135,7 @@ def test_compaction_replaces_the_segments(tmp_path: Path, record: Record) -> Non
     assert not segment.exists()
 
 
+@pytest.mark.slow
 def test_local_rows_are_reported_and_recovered_after_a_kill(
     tmp_path: Path, killed: Callable[..., Path], local: Path
 ) -> None:
@@ -152,6 +153,7 @@ def test_local_rows_are_reported_and_recovered_after_a_kill(
     assert [loss for loss in run.losses if "was killed" not in loss] == []
 
 
+@pytest.mark.slow
 def test_missing_or_foreign_local_database_stays_reported(
     tmp_path: Path, killed: Callable[..., Path], local: Path, record: Record
 ) -> None:

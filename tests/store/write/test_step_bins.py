@@ -97,6 +97,7 @@ def test_a_run_of_200000_steps_is_not_thinned(tmp_path: Path, monkeypatch: pytes
     assert not len(run.scalar("loss", "number").steps)
 
 
+@pytest.mark.slow
 def test_a_reader_of_a_growing_run_sees_it_thinned_or_whole(tmp_path: Path) -> None:
     """One that kept up has every value; one that slept meanwhile reads again what was thinned."""
     writer = RunWriter.create(tmp_path / "run")
@@ -113,6 +114,7 @@ def test_a_reader_of_a_growing_run_sees_it_thinned_or_whole(tmp_path: Path) -> N
     check(look(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_compaction_keeps_what_is_left(tmp_path: Path) -> None:
     written(tmp_path / "run")
     compact(tmp_path / "run")

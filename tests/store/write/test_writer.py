@@ -109,6 +109,7 @@ def test_written_run_round_trips(tmp_path: Path, record: Callable[..., object]) 
     assert run.stored_findings() == (FINDING,)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(data=st.data())
 def test_numbers_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:

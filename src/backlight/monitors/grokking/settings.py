@@ -136,14 +136,14 @@ class Measures(MonitorSettings):
     def __post_init__(self) -> None:
         """Check the bounds and the choices."""
         super().__post_init__()
-        for name, choices in (
+        for name, known in (
             ("scope", SCOPES),
             ("eigenvalues", EIGENVALUE_DEVICES),
             ("precision", PRECISIONS),
         ):
-            if getattr(self, name) not in choices:
+            if getattr(self, name) not in known:
                 raise SettingError(
-                    f"grokking.{name}", f"{getattr(self, name)!r}: expected {' or '.join(choices)}"
+                    f"grokking.{name}", f"{getattr(self, name)!r}: expected {' or '.join(known)}"
                 )
 
     def logs(self, step: int) -> bool:

@@ -103,6 +103,7 @@ def train(path: Path | None, probe: Any, held_out: Batch) -> tuple[list[Tensor],
     return [p.detach() for p in model.parameters()], None if path is None else backlight.open_run(path)
 
 
+@pytest.mark.slow
 def test_watched_run_holds_influences_and_its_weights_are_unchanged(tmp_path: Path) -> None:
     torch.manual_seed(1)
     probe, held_out = batch(6), batch(9)
@@ -135,6 +136,7 @@ def test_samples_of_a_batch_that_changes_are_not_summed(tmp_path: Path) -> None:
     assert drawn.facts == ()
 
 
+@pytest.mark.slow
 def test_example_agrees_with_leaving_samples_out(tmp_path: Path) -> None:
     script = Path(__file__).parents[4] / "examples" / "influence.py"
     command = [sys.executable, str(script), "--run", "run", "--steps", "40"]

@@ -275,6 +275,7 @@ def test_wilson_equals_textbook_interval() -> None:
         assert curves.wilson(hits / size, size) == pytest.approx((expected.low, expected.high), abs=1e-9)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.floats(0, 1), min_size=1, max_size=60),

@@ -44,6 +44,7 @@ def test_rank_correlation_equals_scipy() -> None:
     assert rank_correlation(np.ones(9), np.arange(9.0)) is None
 
 
+@pytest.mark.slow
 def test_measure_that_control_follows_is_no_signal(pair: tuple[Run, Run]) -> None:
     run, control = pair
     rows = {row.measure: row for row in lead_lags(run, detect_run(run), [control])}
@@ -73,6 +74,7 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Run], list[Run
     return runs, controls
 
 
+@pytest.mark.slow
 def test_enough_controls_find_what_they_do_not_show(group: tuple[list[Run], list[Run]]) -> None:
     runs, controls = group
     found = analyse_if_possible(runs[0])
@@ -92,6 +94,7 @@ def test_enough_controls_find_what_they_do_not_show(group: tuple[list[Run], list
     assert f"{few.needed} seeds of each" in few.signals()
 
 
+@pytest.mark.slow
 def test_measure_that_moves_with_controls_as_well_is_no_signal(tmp_path: Path) -> None:
     # Controls move .8 as far, with little noise: a difference, but no signal.
     steps = np.arange(0, 2001, 20)
@@ -113,6 +116,7 @@ def test_measure_that_moves_with_controls_as_well_is_no_signal(tmp_path: Path) -
         assert row.control == pytest.approx(share, abs=0.05)
 
 
+@pytest.mark.slow
 def test_control_against_control_makes_no_claim(group: tuple[list[Run], list[Run]]) -> None:
     _, controls = group
     draw, false = np.random.default_rng(0), 0
@@ -124,6 +128,7 @@ def test_control_against_control_makes_no_claim(group: tuple[list[Run], list[Run
     assert false <= 3  # of 20 at a rate of .05: more has a probability of .016
 
 
+@pytest.mark.slow
 def test_p_values_of_exchangeable_curves_are_uniform() -> None:
     draw = np.random.default_rng(1)
     reference = np.maximum.accumulate(draw.normal(size=40))
@@ -148,6 +153,7 @@ def test_smallest_p_value_and_what_is_needed() -> None:
     assert false_discoveries([]) == []
 
 
+@pytest.mark.slow
 def test_seeds_must_have_been_trained_alike(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "a", Grok(seed=0))
     same = write_grokking_run(tmp_path / "b", Grok(seed=1))
@@ -216,6 +222,7 @@ def test_change_points_are_none_without_ruptures(monkeypatch: pytest.MonkeyPatch
     assert change_points(np.arange(50), np.arange(50.0)) is None
 
 
+@pytest.mark.slow
 def test_examine_finds_control_next_to_run(pair: tuple[Run, Run]) -> None:
     run, control = pair
     found = analyse_if_possible(run)

@@ -9,9 +9,8 @@ import pytest
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.grokking.model.reader import controls_of, detect_run, stated
 from backlight.records import Severity
-from backlight.store.read.run import open_run
-from backlight.store.write.writer import RunWriter
 from grokking_runs import Grok, write_grokking_run, write_scalars
+from run_builder import build_run
 
 
 def test_verdict_is_finding_with_both_times(tmp_path: Path) -> None:
@@ -55,14 +54,12 @@ def test_accuracies_in_percent_are_finding_not_exception(tmp_path: Path) -> None
     ],
 )
 def test_event_about_measurement_is_no_finding(tmp_path: Path, kind: str, payload: dict[str, object]) -> None:
-    writer = RunWriter.create(tmp_path / "run", monitors=("grokking",))
-    writer.event(3, kind, payload)
-    writer.close()
-    run = open_run(tmp_path / "run")
+    run = build_run(tmp_path / "run", monitors=("grokking",), events=[(3, kind, payload)])
     assert evaluate_rules(run) == []
     assert [event.payload for event in run.events(kind)] == [payload]
 
 
+@pytest.mark.slow
 def test_control_is_found_by_its_event_and_reported_as_memorised(tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
     control = write_grokking_run(tmp_path / "a", Grok(control="random-labels", control_of=run.run_id))

@@ -94,6 +94,7 @@ def test_unmeasured_group_has_no_ratio() -> None:
     assert not result.groups["b"].measured
 
 
+@pytest.mark.slow
 def test_invalid_input_is_rejected() -> None:
     model = nn.ModuleDict({"encoder": nn.Linear(2, 2)})
     with pytest.raises(

@@ -70,6 +70,7 @@ def test_health_follows_the_documented_formula() -> None:
     assert np.isnan(score_of(0, 0, finite=False, measured=0))
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.floats(0, 1e30), min_size=1, max_size=30),
     st.floats(1e-3, 1e3),

@@ -2,6 +2,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -111,6 +112,7 @@ def train(recorder: Any, limit: float) -> Any:
     return recorder(model, optimizer).fit(optimizer, 80, loss_of, clip=limit)
 
 
+@pytest.mark.slow
 def test_low_limit_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
     (finding,) = evaluated(train(recorder, 1e-3), "always_clipped")
     assert finding.severity is Severity.WARNING

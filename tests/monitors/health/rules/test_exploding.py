@@ -1,6 +1,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from backlight.findings.evaluate import evaluate_rules
@@ -24,6 +25,7 @@ def test_injected_growth_is_found_with_its_first_step(synthetic: Any, evaluated:
     assert finding.evidence[0].step == int(np.argmax(rms["w2"]))
 
 
+@pytest.mark.slow
 def test_severity_of_a_part_of_the_run_holds_for_the_whole(synthetic: Any, evaluated: Any) -> None:
     """What is an error while the run goes on is one at its end, whatever follows."""
 
@@ -151,6 +153,7 @@ def diverge(recorder: Any, rate: float) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_unstable_rate_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
     (finding,) = evaluated(diverge(recorder, 1.5), "exploding")
     assert finding.severity is Severity.ERROR

@@ -1,6 +1,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -15,6 +16,7 @@ def train(recorder: Any, rate: float, zero: bool = False, steps: int = 80) -> An
     return recorder(model, optimizer).classify(optimizer, steps, batch=32, inputs=10, classes=4)
 
 
+@pytest.mark.slow
 def test_high_rate_is_found_and_its_controls_are_not(recorder: Any, evaluated: Any) -> None:
     (finding,) = evaluated(train(recorder, 5.0), "large_update")
     assert finding.title == "The learning rate of 5 is too high: step 0 overwrote the weights"
@@ -36,6 +38,7 @@ def test_weights_that_start_small_on_purpose_are_left_out(recorder: Any, evaluat
     assert not evaluated(run, "large_update")
 
 
+@pytest.mark.slow
 def test_only_lasting_large_updates_are_found(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": [1e-3] * 80, "b": [1e-3] * 80}
     steps = np.arange(80)
@@ -82,6 +85,7 @@ def warmed_up(synthetic: Any, peak: float, loss: tuple[float, float] = (0.7, 0.7
     )
 
 
+@pytest.mark.slow
 def test_rate_that_a_warm_up_makes_too_high_is_named(synthetic: Any, evaluated: Any) -> None:
     (finding,) = evaluated(warmed_up(synthetic, 0.05), "large_update")
     assert finding.title.startswith("The learning rate of 0.05 is too high: weights grew ")

@@ -119,6 +119,7 @@ def test_a_layer_that_is_cut_from_the_loss_later_is_found(recorder: Any, evaluat
     assert titles == ["`first.weight` and `first.bias` have had no gradient since step 40"]
 
 
+@pytest.mark.slow
 def test_a_branch_by_chance_and_a_short_gap_are_none(recorder: Any, evaluated: Any) -> None:
     for cut in (lambda _, step: step % 3 == 0, lambda _, step: 40 < step < 50):
         assert cut_of(recorder, evaluated, cut) == []
@@ -126,6 +127,7 @@ def test_a_branch_by_chance_and_a_short_gap_are_none(recorder: Any, evaluated: A
     assert cut_of(recorder, evaluated, lambda _, step: step in by_chance) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freezes", [True, False])
 def test_a_layer_that_is_frozen_later_is_none(freezes: bool, tmp_path: Path, evaluated: Any) -> None:
     model = Cut(lambda _, step: step > 40 and not freezes)
@@ -141,6 +143,7 @@ def test_a_layer_that_is_frozen_later_is_none(freezes: bool, tmp_path: Path, eva
     assert any("have had no gradient since" in finding.title for finding in found) is not freezes
 
 
+@pytest.mark.slow
 def test_an_optimizer_without_any_gradient_does_not_fail_the_rule(tmp_path: Path, evaluated: Any) -> None:
     used, unused = nn.Linear(6, 6), nn.Linear(6, 6)
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (used, unused)]

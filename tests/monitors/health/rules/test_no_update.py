@@ -66,6 +66,7 @@ def test_optimizer_with_stale_tensors_is_found(recorder: Any, evaluated: Any) ->
     assert finding.subject.parameter == "0.weight"
 
 
+@pytest.mark.slow
 def test_healthy_runs_have_no_finding(recorder: Any, evaluated: Any) -> None:
     model = build()
     warm = train(recorder, model, torch.optim.SGD(model.parameters(), lr=0.0), lambda step: 1e-3 * step)
@@ -76,6 +77,7 @@ def test_healthy_runs_have_no_finding(recorder: Any, evaluated: Any) -> None:
     assert not evaluated(short, "no_update")
 
 
+@pytest.mark.slow
 def test_zero_gradient_and_skipped_steps_do_not_count(synthetic: Any, evaluated: Any) -> None:
     still = {"a": [0.0] * 30, "b": [1e-3] * 30}
     zero = synthetic({"a": [0.0] * 30, "b": [1e-3] * 30}, update=still)
@@ -133,6 +135,7 @@ def test_replaced_module_is_one_finding(synthetic: Any, evaluated: Any) -> None:
     assert {f"series/gradient/measured/{p.name}" for p in stale} <= paths
 
 
+@pytest.mark.slow
 def test_rates_that_are_too_small_and_rates_of_zero_are_each_one_finding(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(24)))
     rates = [1e-12] * 22 + [0.0, 0.1]
@@ -172,6 +175,7 @@ def test_rate_that_is_too_low_all_run_is_named(synthetic: Any, evaluated: Any) -
     assert warming.title == "The learning rate of 9.83e-10 is too low to change the weights"
 
 
+@pytest.mark.slow
 def test_small_updates_of_sound_runs_are_silent(synthetic: Any, evaluated: Any) -> None:
     steps = np.arange(60)
     falls = slow(synthetic, 2e-8, loss=np.linspace(0.7, 0.3, 60))

@@ -1,5 +1,6 @@
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -65,6 +66,7 @@ def train(recorder: Any, poisoned: int | None) -> Any:
     return recorder(model, optimizer).fit(optimizer, 30, loss_of)
 
 
+@pytest.mark.slow
 def test_square_root_at_zero_is_found_below_the_finite_layer(recorder: Any, evaluated: Any) -> None:
     (finding,) = evaluated(train(recorder, 11), "non_finite")
     assert (finding.subject.parameter, finding.subject.step) == ("below.weight", 11)

@@ -1,6 +1,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -26,6 +27,7 @@ def test_frequent_skips_are_found(synthetic: Any, evaluated: Any) -> None:
     assert finding.evidence[0].path == "scalars/scaler/skipped"
 
 
+@pytest.mark.slow
 def test_calibration_and_rare_skips_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     for rows, steps in ((range(17), 150), ((0, 1, 70, 140), 150), ((0, *range(20, 40, 4)), 40)):
         assert not evaluated(synthetic(rms_of(steps), scalars=skips(*rows, steps=steps)), "loss_scale")
@@ -51,6 +53,7 @@ def train(recorder: Any, broken_from: int | None) -> Any:
     return recorder(model, optimizer).fit(optimizer, 80, loss_of, scaler=scaler)
 
 
+@pytest.mark.slow
 def test_scaler_that_skips_every_step_is_an_error(recorder: Any, evaluated: Any) -> None:
     run = train(recorder, 40)
     (finding,) = evaluated(run, "loss_scale")

@@ -1,6 +1,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -70,6 +71,7 @@ def test_non_finite_values_are_neither_history_nor_spike(synthetic: Any, evaluat
     assert finding.subject.step == 120
 
 
+@pytest.mark.slow
 def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     steps = np.arange(300)
     for norm, loss in (
@@ -115,6 +117,7 @@ def train(recorder: Any, damaged: int | None) -> Any:
     return rec.close()
 
 
+@pytest.mark.slow
 def test_damaged_sample_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
     (finding,) = evaluated(train(recorder, 80), "spike")
     assert finding.subject.step == 80
@@ -144,6 +147,7 @@ def test_next_layer_with_an_optimizer_of_its_own_is_no_spike(synthetic: Any, eva
     assert not evaluated(synthetic(rms, scalars=scalars | rates), "spike")
 
 
+@pytest.mark.slow
 def test_more_terms_are_no_spike(synthetic: Any, evaluated: Any) -> None:
     terms = np.ones(200)
     terms[100:180:20] = 30

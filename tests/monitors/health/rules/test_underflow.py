@@ -1,5 +1,6 @@
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -41,6 +42,7 @@ def autocast(recorder: Any, scale: float) -> Any:
     return recorder(model, optimizer).fit(optimizer, 30, loss_of, scaler=scaler)
 
 
+@pytest.mark.slow
 def test_small_loss_scale_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
     (finding,) = evaluated(autocast(recorder, 1.0), "loss_scale")
     assert finding.evidence[-1].path == "scalars/scaler/scale"

@@ -2,6 +2,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -33,6 +34,7 @@ def test_severity_depends_on_the_parameters(synthetic: Any, evaluated: Any) -> N
     assert "bias=False" in vector.fix
 
 
+@pytest.mark.slow
 def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     for rms in (
         {f"w{i}": 1e-3 * 0.6 ** np.arange(40.0) for i in range(12)},  # converges
@@ -45,6 +47,7 @@ def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     assert evaluated(synthetic(model_of(12, 2, steps=20)), "vanishing")
 
 
+@pytest.mark.slow
 def test_gradients_that_are_small_everywhere_are_found(synthetic: Any, evaluated: Any) -> None:
     everywhere = model_of(12, 12)
     (finding,) = evaluated(synthetic(everywhere), "vanishing")
@@ -77,6 +80,7 @@ def train(recorder: Any, activation: Callable[[], nn.Module], scale: float) -> A
     return recorder(model, optimizer).classify(optimizer, 30, inputs=16)
 
 
+@pytest.mark.slow
 def test_deep_sigmoid_stack_is_found_and_its_control_is_not(recorder: Any, evaluated: Any) -> None:
     (finding,) = evaluated(train(recorder, nn.Sigmoid, 1.0), "vanishing")
     assert finding.subject.parameter == "0.weight"

@@ -124,6 +124,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
     return [random_run(directory / str(seed), seed) for seed in range(12)]
 
 
+@pytest.mark.slow
 def test_rules_match_a_reference_over_the_whole_run(runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     optimised = [list(evaluate_rules(run)) for run in runs]
     expected = {"exploding", "vanishing", "no_gradient", "no_update", "large_update", "non_finite"}
@@ -136,6 +137,7 @@ def test_rules_match_a_reference_over_the_whole_run(runs: list[Run], monkeypatch
     assert optimised == [list(evaluate_rules(run)) for run in runs]
 
 
+@pytest.mark.slow
 def test_health_series_matches_health_per_step(runs: list[Run]) -> None:
     for run in runs:
         limits = with_overrides(score.ScoreLimits, merge_overrides("health", run.overrides["health"]))
@@ -162,6 +164,7 @@ def test_health_series_matches_health_per_step(runs: list[Run]) -> None:
             np.testing.assert_array_equal(count, marks.sum(axis=1))
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 2**31),
     steps=st.integers(0, 90),

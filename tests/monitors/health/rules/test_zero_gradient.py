@@ -1,6 +1,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -56,6 +57,7 @@ def train(recorder: Any, bias: float) -> Any:
     return recorder(model, optimizer).classify(optimizer, 40, inputs=8)
 
 
+@pytest.mark.slow
 def test_dead_units_are_found_and_their_control_is_not(recorder: Any, evaluated: Any) -> None:
     (finding,) = evaluated(train(recorder, -100.0), "no_gradient")
     assert finding.subject.parameter == "0.weight"

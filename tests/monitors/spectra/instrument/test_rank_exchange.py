@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +26,7 @@ def test_longest_is_assigned_to_least_loaded():
     assert cost(4, 10) == cost(10, 4) == 160
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(SHAPES, st.integers(1, 40))
 def test_busiest_rank_is_within_four_thirds_of_any_schedule(shapes, ranks):

@@ -46,6 +46,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Replicates:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:backlight. spectra of:RuntimeWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_training_is_bit_identical_and_replicates_are_microbatches(
@@ -78,6 +79,7 @@ def test_training_is_bit_identical_and_replicates_are_microbatches(
             torch.testing.assert_close(found, expected / size, rtol=0.0, atol=1e-6 * largest + 1e-9)
 
 
+@pytest.mark.slow
 def test_measurement_of_replicates_is_recorded(tmp_path: Path, measured: Replicates) -> None:
     train_once(build(), {}, tmp_path, spectra={"fused": {"*.qkv.weight": ["q", "k", "v"]}})
     run = backlight.open_run(tmp_path)
@@ -94,6 +96,7 @@ def test_measurement_of_replicates_is_recorded(tmp_path: Path, measured: Replica
     assert table.measurement["noise_scale"] == pytest.approx(alone.noise.noise_scale(8))
 
 
+@pytest.mark.slow
 def test_weights_updates_and_momenta_are_measured(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -120,6 +123,7 @@ def test_weights_updates_and_momenta_are_measured(tmp_path: Path) -> None:
     assert last["stable_rank_update"] == pytest.approx(last["stable_rank_momentum"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_injected_direction_of_transformer_is_recovered(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -152,6 +156,7 @@ def split_settings(given: Any, count: int = 4) -> dict[str, Any]:
     return {"spectra": {"split": count}, "samples": (loss_of, given)}
 
 
+@pytest.mark.slow
 def test_single_microbatch_is_split_on_request(tmp_path: Path, measured: Replicates) -> None:
     plain = train_once(build(), {"micro": 1})
     now = [0]
@@ -178,6 +183,7 @@ def test_single_microbatch_is_split_on_request(tmp_path: Path, measured: Replica
         assert torch.equal(found, expected)
 
 
+@pytest.mark.slow
 def test_split_restores_running_statistics_and_random_state(tmp_path: Path) -> None:
     found = []
     for path in (None, tmp_path):
@@ -213,6 +219,7 @@ def test_one_microbatch_without_split_warns(tmp_path: Path) -> None:
     assert [s for r, s in unmeasured(tmp_path).items() if "one microbatch" in r] == [[0, 2]]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_model_is_measured_and_not_recompiled(tmp_path: Path) -> None:
     found = []
@@ -261,6 +268,7 @@ def test_accelerator_training_is_unchanged_and_equals_host(
     np.testing.assert_allclose(table["echo"][:k], alone.echo[:k], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_fit_are_reported_and_largest_kept(tmp_path: Path) -> None:
     size = 48 * 16 * 4  # of the fused weight
     with pytest.warns(RuntimeWarning, match=r"do not fit into spectra\.memory"):
@@ -272,12 +280,14 @@ def test_layers_that_do_not_fit_are_reported_and_largest_kept(tmp_path: Path) ->
     assert 0 < max(held) <= size * 8
 
 
+@pytest.mark.slow
 def test_microbatches_beyond_limit_are_dropped_and_counted(tmp_path: Path) -> None:
     train_once(build(), {"micro": 6}, tmp_path, spectra={"replicates": 4})
     costs = [e.payload for e in backlight.open_run(tmp_path).events("spectra_cost")]
     assert [(c["replicates"], c["not_kept"]) for c in costs] == [(4, 2), (4, 2)]
 
 
+@pytest.mark.slow
 def test_hooks_are_removed_after_backward(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

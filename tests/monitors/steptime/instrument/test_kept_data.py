@@ -183,6 +183,7 @@ def findings(path: Path, loop: Callable[[], None], **limits: float) -> list[Find
     return [finding for finding in found if finding.rule == "memory"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", FAULTS, ids=lambda loop: loop.__name__)
 def test_growth_is_found_with_its_line_and_size(
     loop: Loop, tmp_path: Path, marked_line: Callable[[Any], str]
@@ -195,11 +196,13 @@ def test_growth_is_found_with_its_line_and_size(
     assert not findings(tmp_path / "twin", lambda: loop(False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", CONTROLS, ids=lambda loop: loop.__name__)
 def test_what_has_a_bound_is_no_finding(loop: Callable[[], None], tmp_path: Path) -> None:
     assert not findings(tmp_path / "run", loop)
 
 
+@pytest.mark.slow
 def test_large_list_is_a_warning_and_a_large_cache_is_not(tmp_path: Path) -> None:
     share = 1e-6  # of the memory of the machine: 24 kB of 24 GB
     (found,) = findings(tmp_path / "list", lambda: list_of_outputs(True), kept_share=share)

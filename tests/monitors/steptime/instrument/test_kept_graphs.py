@@ -293,6 +293,7 @@ def findings(path: Path, loop: Callable[[], None]) -> list[Finding]:
     return [f for f in evaluate_rules(backlight.open_run(path)) if f.rule == "memory"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", FAULTS, ids=lambda loop: loop.__name__)
 def test_kept_graphs_are_found_with_their_line(
     loop: Loop, tmp_path: Path, marked_line: Callable[[Any], str]
@@ -306,11 +307,13 @@ def test_kept_graphs_are_found_with_their_line(
     assert not findings(tmp_path / "twin", lambda: loop(False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", CONTROLS, ids=lambda loop: loop.__name__)
 def test_graphs_that_are_released_are_no_finding(loop: Loop, tmp_path: Path) -> None:
     assert not findings(tmp_path / "run", loop)
 
 
+@pytest.mark.slow
 def test_watching_keeps_nothing_alive(tmp_path: Path) -> None:
     alive: list[weakref.ref[Tensor]] = []
 

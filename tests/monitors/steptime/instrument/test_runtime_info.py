@@ -37,6 +37,7 @@ def rules(run: backlight.Run) -> set[str]:
     return {finding.rule for finding in evaluate_rules(run)}
 
 
+@pytest.mark.slow
 def test_for_loop_optimizer_is_found_and_fused_is_not(tmp_path: Path) -> None:
     slow = train(tmp_path / "slow", foreach=False)
     (event,) = slow.events("runtime_info")
@@ -112,6 +113,7 @@ def test_pause_is_recorded_at_its_step(tmp_path: Path, monkeypatch: pytest.Monke
     assert {event.payload["seconds"] for event in pauses} == {0.25}
 
 
+@pytest.mark.slow
 def test_graph_breaks_and_recompilations_are_found(tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

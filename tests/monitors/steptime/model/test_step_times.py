@@ -66,11 +66,13 @@ def test_summary_has_order_statistics() -> None:
     assert (summary.count, summary.median, summary.mad, summary.p95) == (101, 51.0, 25.0, 96.0)
 
 
+@pytest.mark.slow
 def test_summary_interval_has_its_coverage() -> None:
     held = [s.low <= 0.05 <= s.high for s in (summarize(noisy(seed)) for seed in range(200))]
     assert np.mean(held) >= 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.8])
 def test_equal_runs_rarely_differ(correlation: float) -> None:
     pairs = [
@@ -79,12 +81,14 @@ def test_equal_runs_rarely_differ(correlation: float) -> None:
     assert np.mean([difference(*pair).is_significant for pair in pairs]) <= 0.05
 
 
+@pytest.mark.slow
 def test_three_percent_are_found_with_coverage() -> None:
     found = [difference(noisy(seed), noisy(seed + 10_000, level=0.05 * 1.03)) for seed in range(100)]
     assert np.mean([d.low <= 1.03 <= d.high for d in found]) >= 0.92
     assert np.mean([d.is_significant for d in found]) >= 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("repeats", [0, 3, 5])
 def test_equal_runs_that_vary_rarely_differ(repeats: int) -> None:
     random = np.random.default_rng(0)

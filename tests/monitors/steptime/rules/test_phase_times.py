@@ -9,10 +9,9 @@ import pytest
 
 from backlight.monitors.steptime.model.evidence import RUNTIME_INFO
 from backlight.records import Severity
-from backlight.store.read.run import open_run
-from backlight.store.write.writer import RunWriter
 from injected_faults import LATE, LOOP, WAITS
 from injected_faults import PHASES as HEALTHY
+from run_builder import build_run
 
 WAITING = HEALTHY | {"data": 0.02}
 FUSED = {"optimizers": [{"type": "AdamW", "tensors": 148, "fused": True, "foreach": False}]}
@@ -54,6 +53,7 @@ def test_fast_loader_and_short_run_have_no_finding(stored: Any, evaluated: Any) 
     assert evaluated(stored(WAITING, steps=15, profile=PROFILE), "bottleneck", steady_steps=10)
 
 
+@pytest.mark.slow
 def test_for_loop_optimizer_is_found_if_it_takes_time(stored: Any, evaluated: Any) -> None:
     slow = HEALTHY | {"optimizer": 0.012}
     (found,) = evaluated(stored(slow, runtime_info=LOOP), "bottleneck")
@@ -121,15 +121,15 @@ def test_a_step_is_compared_with_steps_of_the_same_optimizers(
     tmp_path: Path, evaluated: Any, optimizers: int, expected: int
 ) -> None:
     """Muon steps in every third step, or all steps are of one optimizer."""
-    writer = RunWriter.create(tmp_path / "run", monitors=("steptime",))
+    scalars = {}
     for step in range(90):
         is_muon = step >= 12 and step % 3 == 0
-        writer.scalar(step, "phase/forward", 0.1 + 0.0001 * (step % 7))
-        writer.scalar(step, "phase/optimizer", 0.3 if is_muon else 0.01)
-        writer.scalar(step, f"lr/{int(is_muon) if optimizers == 2 else 0}/0", 0.1)
-    writer.event(89, RUNTIME_INFO, {})
-    writer.close()
-    assert len(evaluated(open_run(tmp_path / "run"), "outlier_steps")) == expected
+        times = {"phase/forward": 0.1 + 0.0001 * (step % 7), "phase/optimizer": 0.3 if is_muon else 0.01}
+        scalars[step] = times | {f"lr/{int(is_muon) if optimizers == 2 else 0}/0": 0.1}
+    run = build_run(
+        tmp_path / "run", monitors=("steptime",), scalars=scalars, events=[(89, RUNTIME_INFO, {})]
+    )
+    assert len(evaluated(run, "outlier_steps")) == expected
 
 
 def test_steps_with_an_evaluation_are_no_outliers(stored: Any, evaluated: Any) -> None:
@@ -166,6 +166,7 @@ def test_straggler_is_found_with_its_phase(stored: Any, evaluated: Any) -> None:
     assert [evidence.value for evidence in found.evidence] == pytest.approx([0.012, 0.001], rel=0.05)
 
 
+@pytest.mark.slow
 def test_equal_ranks_and_ranks_without_waits_have_no_finding(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(ranks=[WAITS] * 4), "bottleneck")
     assert not evaluated(stored(LATE), "bottleneck")

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from backlight.store.read.run import open_run
-from backlight.store.write.writer import RunWriter
 from injected_faults import LOGITS, STEP
+from run_builder import build_run
 
 TRACED = STEP | {"traced_steps": 10}
 MEMORY = {"memory": {"peak": 2**30, "capacity": 16 * 2**30}}
@@ -115,7 +114,5 @@ def test_exposed_communication(stored: Any, evaluated: Any) -> None:
 
 
 def test_damaged_profile_is_ignored(stored: Any, evaluated: Any, tmp_path: Any) -> None:
-    writer = RunWriter.create(tmp_path / "damaged", monitors=("steptime",))
-    writer.evidence("profile.json", "{ not json")
-    writer.close()
-    assert evaluated(open_run(tmp_path / "damaged")) == []
+    files = {"profile.json": "{ not json"}
+    assert evaluated(build_run(tmp_path / "damaged", monitors=("steptime",), evidence=files)) == []

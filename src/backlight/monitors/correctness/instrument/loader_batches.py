@@ -36,8 +36,8 @@ def copied_generator(data: Any) -> str:
     """
     if issubclass(type(data), IterableDataset):
         return ""
-    fields = getattr(data, "__dict__", {})
-    owners = [("", data, "__getitem__"), *((f"{name}.", part, "__call__") for name, part in fields.items())]
+    held = getattr(data, "__dict__", {})
+    owners = [("", data, "__getitem__"), *((f"{name}.", one, "__call__") for name, one in held.items())]
     for prefix, owner, entry in owners:
         codes = list(_reachable(type(owner), entry))
         steps = [step for code in codes for step in dis.get_instructions(code)]
@@ -133,11 +133,11 @@ class LoaderBatches(Check):
             return
         if index < 2:
             self._look_at_rows(loader, iterator, index, batch)
-        batch_digest = digest(batch)
-        if batch_digest is None:
+        found = digest(batch)
+        if found is None:
             loader.epochs = EPOCHS + 1
             return
-        loader.this.append(batch_digest)
+        loader.this.append(found)
         if loader.is_trained_on:
             self._compare_epochs(loader, iterator)
             self._compare_batches(loader, iterator, workers, batch)

@@ -243,11 +243,11 @@ def collect_groups(
     named: dict[int, tuple[str, torch.Tensor]] = {}
     position: dict[int, int] = {}
     rows: dict[str, list[int]] = {}
-    for group, selection in groups.items():
-        parameters = _matching(group, selection, model) if isinstance(selection, str) else _named(selection)
-        if not parameters:
+    for group, given in groups.items():
+        found = _matching(group, given, model) if isinstance(given, str) else _named(given)
+        if not found:
             raise ValueError(f"collect_groups: the group {group!r} is empty; expected at least one parameter")
-        for name, tensor in parameters:
+        for name, tensor in found:
             named.setdefault(id(tensor), (name, tensor))
             rows.setdefault(group, []).append(position.setdefault(id(tensor), len(position)))
     return _start(list(named.values()), {g: tuple(r) for g, r in rows.items()}, clip_norm, thresholds)
@@ -286,7 +286,7 @@ def _start(
     clip_norm: float | None,
     thresholds: Mapping[str, float] | None,
 ) -> Pending:
-    limits = with_overrides(ScoreLimits, merge_overrides("health", overrides=thresholds))
+    limits = with_overrides(ScoreLimits, merge_overrides("health", given=thresholds))
     grads = [None if t.grad is None else local(t.grad) for _, t in named]
     limit = math.nan if clip_norm is None else float(clip_norm)
     return Pending(tuple(name for name, _ in named), statistics(grads), groups, limits, limit)

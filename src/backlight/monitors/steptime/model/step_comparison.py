@@ -59,14 +59,14 @@ class TimeRow:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    is_significant: bool = False
+    found: bool = False
 
     @property
     def verdict(self) -> str:
         """``faster``, ``slower``, ``undecided`` and why, or why there is no test."""
         if self.ratio is None or self.low is None or self.high is None:
             return "too short to test" if self.first_ms and self.second_ms else "not in both"
-        if self.is_significant:
+        if self.found:
             return "slower" if self.ratio > 1 else "faster"
         return "undecided" if self.low <= 1 <= self.high else "undecided: steps drift"
 
@@ -100,10 +100,10 @@ class TimeComparison:
         """The result in one line."""
         if not self.rows:
             return f"Step times are not compared: {', '.join(self.trouble)}."
-        step, (baseline, other) = self.rows[0], self.names
-        if not step.is_significant:
-            return f"Step time {step.verdict}. {other}÷{baseline} is {step.text}."
-        return f"Step time: {other} is {step.verdict} than {baseline}. {other}÷{baseline} is {step.text}."
+        step, (one, other) = self.rows[0], self.names
+        if not step.found:
+            return f"Step time {step.verdict}. {other}÷{one} is {step.text}."
+        return f"Step time: {other} is {step.verdict} than {one}. {other}÷{one} is {step.text}."
 
     @property
     def variation_text(self) -> str:
@@ -116,8 +116,8 @@ class TimeComparison:
     @property
     def basis(self) -> str:
         """What the intervals rest on, in one line."""
-        (first, second), (baseline, other) = self.counts, self.names
-        steps = f"{first:,} steady steps of {baseline} and {second:,} of {other}"
+        (first, second), (one, other) = self.counts, self.names
+        steps = f"{first:,} steady steps of {one} and {second:,} of {other}"
         levels = f"{100 * self.confidence:.0f} % (all phases together {100 * CONFIDENCE:.0f} %)"
         return f"Intervals of {levels} from {steps}; {self.variation_text}"
 
@@ -151,8 +151,8 @@ def compare_times(
         return TimeComparison((0, 0), (), confidence, missing, names=names)
     trouble = tuple(f"{name}: {steady.trouble}" for name, (steady, _) in parts.items() if steady.trouble)
     is_drifting = bool(trouble)
-    baseline, other = (rest for _, rest in parts.values())
-    counts = (len(baseline.steps), len(other.steps))
+    one, other = (rest for _, rest in parts.values())
+    counts = (len(one.steps), len(other.steps))
     if min(counts) < MIN_STEPS:
         return TimeComparison(counts, (), confidence, trouble, names=names)
     waits = {name: core_wait(run) for name, run in runs.items()}
@@ -161,13 +161,13 @@ def compare_times(
         for name, wait in waits.items()
         if wait > NEGLIGIBLE
     )
-    comparison = compare_steady(baseline, other, repeats, confidence)
-    rows = tuple(widen(row, *waits.values(), is_drifting=is_drifting) for row in comparison.rows)
-    return dataclasses.replace(comparison, rows=rows, trouble=trouble, names=names)
+    found = compare_steady(one, other, repeats, confidence)
+    rows = tuple(widen(row, *waits.values(), is_drifting=is_drifting) for row in found.rows)
+    return dataclasses.replace(found, rows=rows, trouble=trouble, names=names)
 
 
 def compare_steady(
-    baseline: PhaseTimes,
+    one: PhaseTimes,
     other: PhaseTimes,
     repeats: Sequence[Sequence[Mapping[str, float]]] = (),
     confidence: float = RUN_CONFIDENCE,
@@ -177,9 +177,9 @@ def compare_steady(
     def variation(name: str) -> Variation:
         return measure_variation([[run[name] for run in group if name in run] for group in repeats])
 
-    rows = _step_rows(_columns(baseline), _columns(other), difference, np.median, confidence, variation)
+    rows = _step_rows(_columns(one), _columns(other), difference, np.median, confidence, variation)
     measured = sum(len(group) for group in repeats if len(group) > 1)
-    counts = (len(baseline.steps), len(other.steps))
+    counts = (len(one.steps), len(other.steps))
     return TimeComparison(counts, tuple(rows), confidence, (), variation(STEP), measured)
 
 
@@ -212,8 +212,7 @@ def widen(row: TimeRow, first: float, second: float, *, is_drifting: bool) -> Ti
     if row.ratio is None or row.low is None or row.high is None:
         return row
     low, high = row.low * (1 - second), row.high / (1 - first)
-    is_significant = not is_drifting and not low <= 1.0 <= high
-    return dataclasses.replace(row, low=low, high=high, is_significant=is_significant)
+    return dataclasses.replace(row, low=low, high=high, found=not is_drifting and not low <= 1.0 <= high)
 
 
 def compare_pairs(
@@ -225,14 +224,14 @@ def compare_pairs(
 
     The times of a row are geometric means of these medians: their ratio is the mean of the pairs' ratios.
     """
-    baseline, other = (
+    one, other = (
         {
             name: np.array([run.get(name, 0.0) for run in runs])
             for name in dict.fromkeys(n for r in runs for n in r)
         }
         for runs in (first, second)
     )
-    rows = _step_rows(baseline, other, _paired, _geometric_mean, confidence)
+    rows = _step_rows(one, other, _paired, _geometric_mean, confidence)
     return TimeComparison((len(first), len(second)), tuple(rows), confidence)
 
 
@@ -263,12 +262,12 @@ def _columns(table: PhaseTimes) -> dict[str, Floats]:
     return {STEP: table.total, **{name: table.phase(name) for name in table.names}}
 
 
-def _paired(baseline: Floats, other: Floats, confidence: float, _: Variation) -> Difference:
-    return paired_difference(baseline, other, confidence)
+def _paired(one: Floats, other: Floats, confidence: float, _: Variation) -> Difference:
+    return paired_difference(one, other, confidence)
 
 
 def _step_rows(
-    base: Side,
+    one: Side,
     other: Side,
     test: Test,
     centre: Centre,
@@ -276,11 +275,11 @@ def _step_rows(
     variation: Callable[[str], Variation] = lambda _: NONE,
 ) -> list[TimeRow]:
     """Compare the step, and each phase that is long enough in every step of both."""
-    least = [NEGLIGIBLE * float(np.median(side[STEP])) for side in (base, other)]
-    levels = {STEP: confidence, **levels_of((base, other), least)}
-    names = dict.fromkeys([STEP, *base, *other])
+    least = [NEGLIGIBLE * float(np.median(side[STEP])) for side in (one, other)]
+    levels = {STEP: confidence, **levels_of((one, other), least)}
+    names = dict.fromkeys([STEP, *one, *other])
     return [
-        compare_series(name, base, other, test, levels.get(name), variation(name), centre) for name in names
+        compare_series(name, one, other, test, levels.get(name), variation(name), centre) for name in names
     ]
 
 
@@ -303,7 +302,7 @@ def levels_of(sides: tuple[Side, Side], least: Sequence[float]) -> dict[str, flo
 
 def compare_series(
     name: str,
-    base: Side,
+    one: Side,
     other: Side,
     test: Test,
     level: float | None,
@@ -311,8 +310,8 @@ def compare_series(
     centre: Centre = np.median,
 ) -> TimeRow:
     """Return the ``centre`` of one series in either run, and with a ``level`` of confidence their ratio."""
-    first, second = (float(centre(side[name])) * 1e3 if name in side else 0.0 for side in (base, other))
+    first, second = (float(centre(side[name])) * 1e3 if name in side else 0.0 for side in (one, other))
     if level is None:
         return TimeRow(name, first, second)
-    change = test(base[name], other[name], level, variation)
-    return TimeRow(name, first, second, change.ratio, change.low, change.high, change.is_significant)
+    found = test(one[name], other[name], level, variation)
+    return TimeRow(name, first, second, found.ratio, found.low, found.high, found.is_significant)

@@ -77,6 +77,7 @@ def test_agop_of_reentrantly_checkpointed_model() -> None:
     assert all((p.grad == 7.0).all() for p in model.parameters())  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_agop_of_compiled_model_compiles_nothing() -> None:
     torch._dynamo.reset()
     _, plain, x = controls()

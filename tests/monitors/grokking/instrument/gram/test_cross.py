@@ -43,6 +43,7 @@ def test_batches_that_do_not_fit_are_refused() -> None:
         backlight.gram(model, summed, (x, y)).cross()
 
 
+@pytest.mark.slow
 def test_influence_over_training_is_leave_one_out_retraining() -> None:
     task = config.build()
     split = task.split

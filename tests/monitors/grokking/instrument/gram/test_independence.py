@@ -190,6 +190,7 @@ def test_what_is_not_a_sum_over_samples_is_refused(
         backlight.gram(model, lambda m, b: losses(m, b).sum(), batch, at_once=at_once)
 
 
+@pytest.mark.slow
 def test_routing_by_data_is_checked_every_time() -> None:
     model, losses, _ = built(RIGHT["experts"], 0.0, torch.float64)
 
@@ -221,6 +222,7 @@ def test_what_cannot_be_checked_is_reported() -> None:
     assert all(check.independence is None for check in found.coverage.values())
 
 
+@pytest.mark.slow
 def test_samples_learned_by_heart_pass_in_float32() -> None:
     """Their gradients nearly vanish, and rounding is a large share of what is left."""
     torch.manual_seed(0)
