@@ -40,7 +40,7 @@ BY_HAND = "## On the simulated device"
 
 WHEELS = (
     "torch", "numpy", "pytest", "filelock", "h5py", "markdown-it-py", "msgspec", "psutil",
-    "rich", "scipy", "typer",
+    "rich", "scipy", "click",
 )  # fmt: skip
 """What has to be installed; backlight itself is found on PYTHONPATH."""
 

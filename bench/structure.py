@@ -53,14 +53,9 @@ def imports() -> tuple[int, dict[str, set[str]]]:
 
 def options_shown() -> tuple[int, int]:
     """Return how many commands there are, and how many options their help shows."""
-    import typer
+    from backlight.cli.app import all_commands
 
-    from backlight.cli import app
-
-    app.load_commands()
-    commands = dict(typer.main.get_command(app.app).commands)
-    group = commands.pop("grok")
-    every = [*commands.values(), *group.commands.values()]
+    every = list(all_commands().values())
     shown = [p for each in every for p in each.params if p.opts[0].startswith("-") and not p.hidden]
     return len(every), len(shown)
 

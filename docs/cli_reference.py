@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
-import typer
+import click
 
 from backlight.cli import app
-from backlight.cli.help_page import command_page
 
 
 def reference() -> str:
     """Return Markdown: groups, their commands, and the help of each command as text."""
-    app.load_commands()
-    main = typer.main.get_command(app.app)
-    root = main.make_context("backlight", [], resilient_parsing=True)
+    commands = app.all_commands()
     parts = []
     for panel, names in app.PANELS.items():
         parts.append(f"## {panel}")
-        for name in names:
-            command = main.get_command(root, name)
-            inner = getattr(command, "commands", None)
-            found = {name: command} if inner is None else {f"{name} {sub}": inner[sub] for sub in inner}
-            parts += [_section(root, *item) for item in found.items()]
+        parts += [_section(name, commands[name]) for name in commands if name.partition(" ")[0] in names]
     return "\n\n".join(parts)
 
 
-def _section(root: Any, name: str, command: Any) -> str:
-    context = command.make_context(f"backlight {name}", [], resilient_parsing=True)
-    context.parent = None  # its name has that of the group already
-    page = re.sub(r"\x1b\[[0-9;]*m", "", command_page(command, context))
-    return f"### backlight {name}\n\n```text\n{page}```"
+def _section(name: str, command: click.Command) -> str:
+    context = click.Context(command, info_name=f"backlight {name}", **command.context_settings)
+    return f"### backlight {name}\n\n```text\n{command.get_help(context)}\n```"

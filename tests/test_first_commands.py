@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
-import typer
 
 import new_environments
 from backlight.cli import app
@@ -96,19 +96,16 @@ def refused(command: Any, words: list[str]) -> str:
     context = command.context_class(command, info_name="backlight", **command.context_settings)
     try:
         command.make_parser(context).parse_args(list(words))
-    except Exception as error:  # noqa: BLE001 - typer may carry a click of its own
-        return str(getattr(error, "option_name", "")) if type(error).__name__ == "NoSuchOption" else ""
+    except click.NoSuchOption as error:
+        return error.option_name
+    except click.UsageError:
+        return ""
     return ""
 
 
 @pytest.fixture(scope="module")
 def commands() -> dict[str, Any]:
-    app.load_commands()
-    main = typer.main.get_command(app.app)
-    found = dict(main.commands)
-    for group in ("grok", "memory"):
-        found |= {f"{group} {name}": command for name, command in found[group].commands.items()}
-    return found
+    return {**app.all_commands(), "grok": app.grok, "memory": app.memory}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

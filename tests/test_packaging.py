@@ -18,8 +18,7 @@ from cases import CASES
 ROOT = Path(__file__).parents[1]
 READER = {
     *("numpy", "numpy.libs", "pyarrow", "msgspec", "rich", "markdown_it", "mdurl", "pygments"),
-    *("pydantic", "pydantic_core", "annotated_types", "typing_inspection"),  # typer needs them
-    *("typer", "shellingham", "click", "annotated_doc", "typing_extensions.py", "filelock", "psutil"),
+    *("click", "filelock", "psutil"),
 }
 
 READING = """

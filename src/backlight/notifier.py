@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _BACKLIGHT = str(Path(__file__).parent) + os.sep
 
-# Not a folder above: in an installation, that holds every other package, such as typer's.
+# Not a folder above: in an installation, that holds every other package, such as click's.
 _SKIPPED = (_BACKLIGHT, contextlib.__file__, threading.__file__)
 
 _COMMANDS = (_BACKLIGHT + "cli" + os.sep, _BACKLIGHT + "launch" + os.sep)

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from answer_schemas import ANSWERS
 
 import backlight
 from backlight.cli import app as application
-from backlight.cli.help_page import value_name
+from backlight.cli.app import all_commands
 from cases import CASES, build, loop
 
 Run = Callable[..., tuple[int, str, str]]
@@ -115,26 +114,11 @@ def test_version(command: Run) -> None:
     assert command("--version")[1] == f"backlight {backlight.__version__}\n"
 
 
-def test_repeated_main_registers_commands_once(command: Run) -> None:
-    command("--version")
-    before = len(application.app.registered_commands), len(application.app.registered_groups)
-    command("--version")
-    assert (len(application.app.registered_commands), len(application.app.registered_groups)) == before
-
-
-def _commands() -> dict[str, typer.core.TyperCommand]:
-    application.load_commands()
-    found = dict(typer.main.get_command(application.app).commands)
-    for group in ("grok", "memory"):
-        found |= {f"{group} {name}": command for name, command in found.pop(group).commands.items()}
-    return found
-
-
 def test_commands_and_options_match_surface_json() -> None:
     """``surface.json`` holds every command with its options; a change of it is a change for users."""
     surface = {
         name: sorted(o for parameter in command.params for o in parameter.opts if o.startswith("-"))
-        for name, command in sorted(_commands().items())
+        for name, command in sorted(all_commands().items())
     }
     assert surface == json.loads(Path(__file__).with_name("surface.json").read_text())
 
@@ -142,7 +126,7 @@ def test_commands_and_options_match_surface_json() -> None:
 def test_every_command_that_prints_json_has_a_schema() -> None:
     printing = {
         name
-        for name, command in _commands().items()
+        for name, command in all_commands().items()
         if any("--json" in parameter.opts for parameter in command.params)
     }
     assert printing == set(ANSWERS)
@@ -150,12 +134,18 @@ def test_every_command_that_prints_json_has_a_schema() -> None:
 
 def test_an_option_means_the_same_in_every_command() -> None:
     kinds: dict[str, dict[str, str]] = {}
-    for name, command in _commands().items():
+    for name, command in all_commands().items():
         for parameter in command.params:
             if "--out" in parameter.opts:
                 assert "-o" in parameter.opts, name
             for option in (o for o in parameter.opts if o.startswith("-")):
-                kind = "a directory or file" if option in {"--out", "-o"} else value_name(parameter, None)
+                kind = (
+                    "a directory or file"
+                    if option in {"--out", "-o"}
+                    else (parameter.metavar or parameter.type.name)
+                    if not parameter.is_flag
+                    else ""
+                )
                 kinds.setdefault(option, {})[name] = kind
     # --set is repeatable where sizes are swept; --fail-on and --format take each command's own names.
     clashes = {o: found for o, found in kinds.items() if len(set(found.values())) > 1}
@@ -163,7 +153,7 @@ def test_an_option_means_the_same_in_every_command() -> None:
 
 
 def test_help_texts_are_short() -> None:
-    for name, command in _commands().items():
+    for name, command in all_commands().items():
         summary = command.help.split("\n\n")[0]
         assert len(summary) <= 70, name
         assert summary.endswith("."), name

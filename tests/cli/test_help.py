@@ -7,12 +7,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
 from backlight.cli import app as application
 from backlight.cli.script_command import ScriptCommand
@@ -21,16 +19,9 @@ Console = Callable[..., subprocess.CompletedProcess[str]]
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def all_commands() -> Iterator[tuple[str, Any]]:
-    application.load_commands()
-    for name, command in typer.main.get_command(application.app).commands.items():
-        inner = getattr(command, "commands", None)
-        yield from [(name, command)] if inner is None else ((f"{name} {n}", c) for n, c in inner.items())
-
-
 @pytest.mark.slow
 def test_no_help_page_is_wider_than_80_columns(command: Callable[..., tuple[int, str, str]]) -> None:
-    for name, one in [*all_commands(), ("", None)]:
+    for name, one in [*application.all_commands().items(), ("", None)]:
         code, out, _ = command(*name.split(), "--help")
         assert code == 0
         assert max(map(len, out.splitlines())) <= 80, name
@@ -46,19 +37,21 @@ def test_only_commands_that_run_a_script_mention_its_prints(
     command: Callable[..., tuple[int, str, str]],
 ) -> None:
     mentions: dict[bool, set[str]] = {True: set(), False: set()}
-    for name, one in all_commands():
+    for name, one in application.all_commands().items():
         if any("--json" in parameter.opts for parameter in one.params):
             _, out, _ = command(*name.split(), "--help")
             text = re.search(r"^ +--json(.*?)^ +-", out, re.DOTALL | re.MULTILINE)
             assert text is not None, name
             mentions["output of the script" in " ".join(text[1].split())].add(name)
-    runs_a_script = {name for name, one in all_commands() if isinstance(one, ScriptCommand)}
+    runs_a_script = {
+        name for name, one in application.all_commands().items() if isinstance(one, ScriptCommand)
+    }
     assert mentions[True] == runs_a_script - {"run"}
     assert {"doctor", "findings", "attach", "trace", "test-matrix"} <= mentions[False]
 
 
 def test_every_command_has_an_example_that_parses() -> None:
-    for name, command in all_commands():
+    for name, command in application.all_commands().items():
         examples = command.epilog.splitlines()
         assert examples, name
         for line in examples:
@@ -91,12 +84,12 @@ def test_completion_completes_commands_and_options(line: str, expected: str) -> 
     done = subprocess.run(
         [Path(sys.executable).with_name("backlight")],
         env={
-            **os.environ, "_BACKLIGHT_COMPLETE": "complete_bash", "COMP_WORDS": line,
+            **os.environ, "_BACKLIGHT_COMPLETE": "bash_complete", "COMP_WORDS": line,
             "COMP_CWORD": str(len(line.split()) - 1),
         },
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.stdout.split(), done.stderr) == ([expected], "")
+    assert (done.stdout, done.stderr) == (f"plain,{expected}\n", "")
 
 
 @pytest.mark.slow
@@ -117,7 +110,7 @@ def test_the_reference_of_the_site_has_every_command() -> None:
     import building  # in the folder of the docs
 
     page = building.generated((DOCS / "cli.md").read_text(), "cli")
-    for name, command in all_commands():
+    for name, command in application.all_commands().items():
         assert f"### backlight {name}\n" in page
         assert f"Usage: backlight {name} " in page
         assert command.help.split("\n\n")[0] in page

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import typer
 
 from backlight.cli import app as application
 
@@ -45,9 +44,9 @@ def folder(tmp_path: Path) -> Path:
 
 
 def script_commands() -> list[str]:
-    application.load_commands()
-    commands = typer.main.get_command(application.app).commands.items()
-    return [name for name, command in commands if any("-m" in p.opts for p in command.params)]
+    commands = application.all_commands()
+    named = [name for name in commands if any("-m" in p.opts for p in commands[name].params)]
+    return [name.removesuffix(" measure") for name in named]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +96,7 @@ def test_an_option_of_the_script_before_its_name_is_explained(
 ) -> None:
     done = console_script(folder, name, "--lr", "0.1", "train.py")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert done.stderr.startswith("backlight: No such option: --lr")
+    assert done.stderr.startswith("backlight: No such option '--lr'")
     expected = f"; options of the script come after its name: backlight {name} train.py --lr ...\n"
     assert done.stderr.endswith(expected)
 

@@ -16,9 +16,7 @@ from backlight.store.read.run import open_run
 
 Console = Callable[..., subprocess.CompletedProcess[str]]
 
-PRELOADED = {
-    "annotated_doc", "backlight", "click", "msgspec", "shellingham", "typer", "typing_extensions",
-}  # fmt: skip
+PRELOADED = {"backlight", "click", "msgspec", "typing_extensions"}
 """Packages that may be loaded before the script's first line; ``-X importtime`` shows who loads another."""
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
-import pkgutil
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any
 
-import typer
+import click
 
 import backlight
-from backlight.cli.help_page import HelpCommand, HelpGroup, HelpGroupWithDefault
-from backlight.cli.script_command import ScriptCommand
+from backlight.cli.script_command import ExampleCommand, ScriptCommand
 from backlight.extras import EXTRA_OF, MissingPackageError
 from backlight.launch.script import Interrupted, raise_interrupt
 from backlight.registry import UnknownNameError
@@ -33,123 +29,121 @@ PANELS = {
 }  # fmt: skip
 """Commands by group, in the order of ``--help``; each group is a module of :mod:`backlight.cli.commands`."""
 
-_MODULES = {"attach", "memory", "run"}
-"""Commands in a module of their own."""
-
-_PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
-_ORDER = list(_PANEL_OF)
+_MODULES = {"attach": "attach", "memory": "memory", "run": "run", "grok": "grok_run"}
+"""Commands in a module of their own; the others are in that of their panel."""
 
 REFUSALS = (ValueError, OSError, StoreError, UnknownNameError, ModuleNotFoundError)
 """Errors whose message names what, where, expected, got and the fix."""
 
 _EXHAUSTED = (RecursionError, MemoryError)
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-_HELP = {"help_option_names": ["-h", "--help"]}
-_OPTIONS: dict[str, Any] = {
-    "pretty_exceptions_enable": False,
-    "cls": HelpGroup,
-    "context_settings": _HELP,
-}
+_CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
 
-_SUMMARY = "See inside the backward pass of any PyTorch training, unchanged."
-app = typer.Typer(name="backlight", help=_SUMMARY, add_completion=True, **_OPTIONS)
-grok = typer.Typer(
-    name="grok", help="Run experiments on grokking and diagnose grokking in runs.", add_completion=False,
-    **_OPTIONS,
+
+class Group(click.Group):
+    """A group that prints its help where no command is named: that is not an error.
+
+    ``default`` is the command that is meant where the first word is none: ``memory train.py`` is
+    ``memory measure train.py``.
+    """
+
+    default = ""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Print the help without arguments, and name the default command."""
+        if not args and not ctx.resilient_parsing:
+            click.echo(ctx.get_help())
+            ctx.exit()
+        if self.default and args and args[0] not in {*self.list_commands(ctx), *ctx.help_option_names}:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+
+class Panels(Group):
+    """The commands by panel; each is imported when it is named, so that a watched script starts sooner."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of :data:`PANELS`."""
+        return [name for names in PANELS.values() for name in names]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import the module of a command."""
+        panel = next((panel for panel, names in PANELS.items() if cmd_name in names), None)
+        if panel is not None:
+            importlib.import_module(f"backlight.cli.commands.{_MODULES.get(cmd_name, panel.lower())}")
+        return super().get_command(ctx, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands of each panel."""
+        for panel, names in PANELS.items():
+            with formatter.section(panel):
+                commands = [(name, self.get_command(ctx, name)) for name in names]
+                formatter.write_dl(
+                    [(n, c.get_short_help_str(limit=80)) for n, c in commands if c is not None]
+                )
+
+
+def all_commands() -> dict[str, click.Command]:
+    """Return every command by its full name, as ``grok run``."""
+    context = click.Context(app, info_name="backlight")
+    commands: dict[str, click.Command] = {}
+    for name in app.list_commands(context):
+        command = app.get_command(context, name)
+        if isinstance(command, click.Group):
+            commands |= {f"{name} {inner}": each for inner, each in sorted(command.commands.items())}
+        elif command is not None:
+            commands[name] = command
+    return commands
+
+
+def _version(context: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        write(f"backlight {backlight.__version__}")
+        context.exit()
+
+
+@click.group(
+    "backlight", cls=Panels, context_settings=_CONTEXT,
+    help="See inside the backward pass of any PyTorch training, unchanged.",
 )  # fmt: skip
-
-memory = typer.Typer(
-    name="memory", help="Measure the memory of a step of a script, or predict that of a recipe.",
-    add_completion=False, **(_OPTIONS | {"cls": HelpGroupWithDefault}),
-)  # fmt: skip
-_GROUPS = {"grok": grok, "memory": memory}
-
-# Newer releases of typer carry a click of their own: the class is found by its name.
-_USAGE: type[Any] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+@click.option("--version", "-V", is_flag=True, is_eager=True, callback=_version, help="Print the version.")
+@click.option("--traceback", is_flag=True, help="Print the traceback of an error, not one line.")
+@click.pass_context
+def app(context: click.Context, /, **options: bool) -> None:
+    """Take the options in front of a command."""
+    context.obj = options
 
 
-def command(
-    name: str, *examples: str, group: str = "", script: bool = False
-) -> Callable[[_Function], _Function]:
+grok = Group("grok", help="Run experiments on grokking and diagnose grokking in runs.")
+memory = Group("memory", help="Measure the memory of a step of a script, or predict that of a recipe.")
+memory.default = "measure"
+app.add_command(grok)
+app.add_command(memory)
+
+
+def command(name: str, *examples: str, group: click.Group = app, script: bool = False) -> Callable[..., Any]:
     """Register a function as a command.
 
     Parameters
     ----------
     name:
-        Its name, in :data:`PANELS`.
+        Its name, in :data:`PANELS` or in ``group``.
     examples:
         Command lines that its ``--help`` shows.
     group:
-        ``"grok"`` or ``"memory"`` for a command of that group.
+        ``grok`` or ``memory`` for a command of that group.
     script:
         Whether what follows the first argument belongs to the user's script, as in ``python``.
     """
 
-    def register(function: _Function) -> _Function:
-        settings: dict[str, Any] = {
-            "allow_extra_args": script,
-            "allow_interspersed_args": not script,
-        }
-        target = _GROUPS.get(group, app)
-        target.command(
-            name, cls=ScriptCommand if script else HelpCommand, help=inspect.cleandoc(function.__doc__ or ""),
-            epilog="\n".join(examples), rich_help_panel="" if group else _PANEL_OF[name],
-            context_settings=settings,
+    def register(function: Callable[..., Any]) -> click.Command:
+        return group.command(
+            name, cls=ScriptCommand if script else ExampleCommand,
+            help=inspect.cleandoc(function.__doc__ or ""), epilog="\n".join(examples),
+            context_settings={"allow_extra_args": script, "allow_interspersed_args": not script},
         )(function)  # fmt: skip
-        return function
 
     return register
-
-
-def _version(wanted: bool) -> None:
-    if wanted:
-        write(f"backlight {backlight.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    context: typer.Context,
-    version: Annotated[
-        bool, typer.Option("--version", "-V", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
-    traceback: Annotated[
-        bool, typer.Option("--traceback", help="Print the traceback of an error, not one line.")
-    ] = False,
-) -> None:
-    """Take the options in front of a command."""
-    context.obj = {"traceback": traceback, "version": version}
-
-
-def load_commands(name: str = "") -> None:
-    """Import the command ``name``, with those in its module; every command where that is none of them.
-
-    A watched script starts sooner without the others.
-    """
-    if name in _PANEL_OF and name != "grok":
-        module = name if name in _MODULES else _PANEL_OF[name].lower()
-        importlib.import_module(f"backlight.cli.commands.{module}")
-        if name in _GROUPS:
-            _add_groups()
-    else:
-        _load_all()
-
-
-@functools.cache  # a process may call main again
-def _load_all() -> None:
-    folder = Path(__file__).parent / "commands"
-    for module in pkgutil.walk_packages([str(folder)], "backlight.cli.commands."):
-        importlib.import_module(module.name)
-    app.registered_commands.sort(key=lambda found: _ORDER.index(found.name or ""))
-    grok.registered_commands.sort(key=lambda found: found.name or "")
-    _add_groups()
-
-
-@functools.cache
-def _add_groups() -> None:
-    for name, group in _GROUPS.items():
-        app.add_typer(group, rich_help_panel=_PANEL_OF[name])
 
 
 def error_line(error: Exception, command: str = "") -> str:
@@ -172,16 +166,16 @@ def _message(error: Exception) -> str:
     return (text if remote is None else remote.shown(text)) or type(error).__name__
 
 
-def _usage_line(error: Any) -> str:
+def _usage_line(error: click.ClickException) -> str:
     """Return the line for wrong arguments, with what to type next."""
-    text, kind, context = error.format_message(), type(error).__name__, error.ctx
+    text, context = error.format_message(), getattr(error, "ctx", None)
     text = text if text.endswith("...") else text.removesuffix(".")
     if context is None or text.endswith("?"):  # it suggests a command already
-        return str(text)
-    if hasattr(context.command, "list_commands") and kind in {"UsageError", "NoSuchCommand"}:
+        return text
+    if isinstance(context.command, click.Group) and not isinstance(error, click.BadParameter):
         return f"{text}; {context.command_path} --help lists the commands"
     example, *_ = (context.command.epilog or "").splitlines() or [""]
-    return f"{text}, as in: {example}" if example and kind == "MissingParameter" else str(text)
+    return f"{text}, as in: {example}" if example and isinstance(error, click.MissingParameter) else text
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -194,14 +188,13 @@ def main(arguments: list[str] | None = None) -> None:
     code: object = 0
     interrupt: Interrupted | None = None
     name = next((word for word in arguments if word != "--traceback"), "")
-    load_commands(name)
     try:
-        code = typer.main.get_command(app).main(arguments, prog_name="backlight", standalone_mode=False)
+        code = app.main(arguments, prog_name="backlight", standalone_mode=False)
     except Interrupted as ended:
         interrupt = ended
-    except typer.Abort:
+    except click.Abort:
         sys.exit(130)
-    except _USAGE as error:
+    except click.ClickException as error:
         write(f"backlight: {_usage_line(error)}", file=sys.stderr)
         sys.exit(2)
     except (*REFUSALS, *_EXHAUSTED) as error:

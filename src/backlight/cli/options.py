@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
-from typer import Argument, Context, Option
+import click
 
 from backlight.settings import (
     MONITOR_SETTINGS,
@@ -61,47 +59,49 @@ def own_run(text: str) -> Path:
     return Path(text)
 
 
-Run = Annotated[Path, Argument(metavar="RUN", help="Run directory.", parser=own_run)]
-RunOrLatest = Annotated[
-    Path | None,
-    Argument(metavar="RUN", help="Run directory or URL; default: the latest in runs/.", parser=readable_run),
-]
-Script = Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
-Module = Annotated[bool, Option("-m", help="Run SCRIPT as a module, as python -m does.")]
-Json = Annotated[bool, Option("--json", help="Print JSON.")]
-ScriptJson = Annotated[
-    bool, Option("--json", help="Print JSON; the output of the script goes to standard error.")
-]
-Full = Annotated[bool, Option("--full", help="Print all rows and names, not only the first.")]
-Tables = Annotated[bool, Option("--full", help="Print all tables, not the verdict alone.")]
-Overwrite = Annotated[bool, Option("--overwrite", help="Replace an existing file.")]
-StoreIn = Annotated[
-    Path | None, Option("--out", "-o", metavar="DIR", help="Run directory to store the result in.")
-]
-Slurm = Annotated[
-    list[str] | None,
-    Option("--slurm", metavar="KEY=VALUE", help="Slurm option of --slurm-script, as nodes=2 (repeatable)."),
-]
-SlurmScript = Annotated[
-    Path | None,
-    Option("--slurm-script", metavar="FILE", help="Write a batch script for sbatch instead of running."),
-]
-Ray = Annotated[
-    list[str] | None,
-    Option("--ray", metavar="KEY=VALUE", help="Run on Ray: cpus=4, gpus=1, address=auto (repeatable)."),
-]
+PATH: Any = click.Path(path_type=Path)
+
+run_argument = click.argument("path", metavar="RUN", type=own_run, help="Run directory.")
+run_or_latest = click.argument(
+    "path", metavar="[RUN]", required=False, type=readable_run,
+    help="Run directory or URL; default: the latest in runs/.",
+)  # fmt: skip
+script_argument = click.argument("script", metavar="SCRIPT", help="Training script; with -m, a module.")
+module_option = click.option("module", "-m", is_flag=True, help="Run SCRIPT as a module, as python -m does.")
+json_option = click.option("as_json", "--json", is_flag=True, help="Print JSON.")
+script_json_option = click.option(
+    "as_json", "--json", is_flag=True, help="Print JSON; the output of the script goes to standard error."
+)
+full_option = click.option("--full", is_flag=True, help="Print all rows and names, not only the first.")
+tables_option = click.option("--full", is_flag=True, help="Print all tables, not the verdict alone.")
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace an existing file.")
+raw_option = click.option("--raw", is_flag=True, help="Leave CSV texts that look like formulas as they are.")
+store_option = click.option(
+    "--out", "-o", metavar="DIR", type=PATH, help="Run directory to store the result in."
+)
+slurm_option = click.option(
+    "--slurm", metavar="KEY=VALUE", multiple=True,
+    help="Slurm option of --slurm-script, as nodes=2 (repeatable).",
+)  # fmt: skip
+slurm_script_option = click.option(
+    "--slurm-script", metavar="FILE", type=PATH, help="Write a batch script for sbatch instead of running."
+)
+ray_option = click.option(
+    "--ray", metavar="KEY=VALUE", multiple=True,
+    help="Run on Ray: cpus=4, gpus=1, address=auto (repeatable).",
+)  # fmt: skip
 
 # Of the configuration of an experiment
-Preset = Annotated[
-    str | None, Option("--preset", metavar="NAME", help="Preset: ci (default, up to minutes) or paper.")
-]
-Changes = Annotated[
-    list[str] | None,
-    Option("--set", metavar="KEY=VALUE", help="Configuration key, as training.lr=0.001 (repeatable)."),
-]
-Steps = Annotated[int | None, Option("--steps", min=1, help="Optimizer steps after which the run is ended.")]
-Seed = Annotated[int | None, Option("--seed", help="Seed of data, weights and batches.")]
-Device = Annotated[str | None, Option("--device", metavar="NAME", help="Device, as cpu, cuda or cuda:1.")]
+preset_option = click.option("--preset", metavar="NAME", help="Preset: ci (default, up to minutes) or paper.")
+changes_option = click.option(
+    "changes", "--set", metavar="KEY=VALUE", multiple=True,
+    help="Configuration key, as training.lr=0.001 (repeatable).",
+)  # fmt: skip
+steps_option = click.option(
+    "--steps", metavar="N", type=click.IntRange(min=1), help="Optimizer steps after which the run is ended."
+)
+seed_option = click.option("--seed", metavar="N", type=int, help="Seed of data, weights and batches.")
+device_option = click.option("--device", metavar="NAME", help="Device, as cpu, cuda or cuda:1.")
 
 RUNS = Path("runs")
 """Where runs are recorded by default."""
@@ -122,35 +122,18 @@ def _flagged() -> Iterator[tuple[str, Any, str, Setting]]:
 
 
 def with_settings(function: Callable[..., int]) -> Callable[..., int]:
-    """Return a command that has an option for each setting with flags, in place of ``**values``."""
-    signature = inspect.signature(function, eval_str=True)
-    parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    for name, kind, field, setting in _flagged():
+    """Return a command that has an option for each setting with flags, in its ``**values``."""
+    for name, kind, field, setting in reversed(list(_flagged())):
         hint = type_of(kind, field)
         number = next((each for each in (int, float) if each in {hint, *get_args(hint)}), str)
-        value: Any = bool if hint is bool else str if setting.parse is not None else number
-        if setting.repeatable:
-            value = list[number]  # type: ignore[valid-type]  # the type of an item
-        text = f"{setting.help[:-1]} (repeatable)." if setting.repeatable else setting.help
-        option = Option(*setting.flags, metavar=setting.metavar or None, help=text)
-        annotation = value if hint is bool else value | None
-        parameters.append(
-            inspect.Parameter(
-                name.replace(".", _SEPARATOR),
-                inspect.Parameter.KEYWORD_ONLY,
-                default=False if hint is bool else None,
-                annotation=Annotated[annotation, option],
-            )
-        )
-
-    @functools.wraps(function)
-    def command(*args: Any, **kwargs: Any) -> int:
-        return function(*args, **kwargs)
-
-    command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    del command.__wrapped__  # its annotations would be read
-    return command
+        is_flag = hint is bool
+        function = click.option(
+            name.replace(".", _SEPARATOR), *setting.flags, is_flag=is_flag,
+            type=None if is_flag else str if setting.parse is not None else number,
+            multiple=setting.repeatable, metavar=setting.metavar or None,
+            help=f"{setting.help[:-1]} (repeatable)." if setting.repeatable else setting.help,
+        )(function)  # fmt: skip
+    return function
 
 
 def given_options(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
@@ -163,7 +146,7 @@ def given_options(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str
     """
     given = assigned(changes)
     for name, value in values.items():
-        if value is not None and value is not False and value != []:
+        if value is not None and value is not False and value != ():
             monitor, _, field = name.rpartition(_SEPARATOR)
             target = given.setdefault(monitor, {}) if monitor else given
             target[field] = value
@@ -171,7 +154,7 @@ def given_options(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str
 
 
 @contextlib.contextmanager
-def options_as_typed(context: Context, given: Mapping[str, Any]) -> Iterator[None]:
+def options_as_typed(context: click.Context, given: Mapping[str, Any]) -> Iterator[None]:
     """Reword errors of settings: those ``given`` on the command line are called by their options.
 
     Raises

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-from typer import Argument, Option
+import click
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
-from backlight.cli.options import Full, Json
+from backlight.cli.options import PATH, full_option, json_option
 
 
 @command(
@@ -17,23 +16,30 @@ from backlight.cli.options import Full, Json
     "backlight attach --job 4711",
     "backlight attach --flight-recorder dumps/ --run runs/first",
 )  # fmt: skip
+@click.argument("pid", required=False, type=int, metavar="[PID]", help="Process id.")
+@click.option(
+    "--seconds", default=2.0, type=click.FloatRange(min=0.5), metavar="SECONDS", help="Observation time."
+)
+@click.option(
+    "--native/--no-native", default=True, help="Take native stacks, which pauses the process briefly."
+)
+@click.option("--job", is_flag=True, help="All ranks of the job of PID on this machine, in one diagnosis.")
+@click.option(
+    "--flight-recorder", type=PATH, metavar="DIR", help="Dumps of torch's flight recorder, one file per rank."
+)
+@click.option("--run", type=PATH, metavar="RUN", help="Run of these dumps, for the steps of its ranks.")
+@full_option
+@json_option
 def attach(
-    pid: Annotated[int | None, Argument(metavar="PID", help="Process id.", show_default=False)] = None,
-    seconds: Annotated[float, Option(metavar="SECONDS", min=0.5, help="Observation time.")] = 2.0,
-    native: Annotated[
-        bool, Option("--native/--no-native", help="Take native stacks, which pauses the process briefly.")
-    ] = True,
-    job: Annotated[
-        bool, Option("--job", help="All ranks of the job of PID on this machine, in one diagnosis.")
-    ] = False,
-    flight_recorder: Annotated[
-        Path | None, Option(metavar="DIR", help="Dumps of torch's flight recorder, one file per rank.")
-    ] = None,
-    run: Annotated[
-        Path | None, Option(metavar="RUN", help="Run of these dumps, for the steps of its ranks.")
-    ] = None,
-    full: Full = False,
-    as_json: Json = False,
+    *,
+    pid: int | None,
+    seconds: float,
+    native: bool,
+    job: bool,
+    flight_recorder: Path | None,
+    run: Path | None,
+    full: bool,
+    as_json: bool,
 ) -> None:
     """Diagnose a running process, a job, or flight recorder dumps.
 

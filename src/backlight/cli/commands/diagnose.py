@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from typer import Argument, BadParameter, Context, Option
+import click
 
 from backlight import codec
 from backlight.cli.app import command
 from backlight.cli.console import Page, print_answer, print_json
-from backlight.cli.options import Json, Module, Script, ScriptJson, StoreIn, Tables, parse_fail_on
+from backlight.cli.options import (
+    PATH,
+    json_option,
+    module_option,
+    parse_fail_on,
+    script_argument,
+    script_json_option,
+    store_option,
+    tables_option,
+)
 from backlight.cli.progress import count_bar
 from backlight.records import DiagnosisKind
 from backlight.terminal import make_console, write
@@ -31,7 +41,7 @@ FAILED = "failed backward"
 
 
 def _explain(
-    observer: AbstractContextManager[Any], script: str, context: Context, *, module: bool, quiet: bool
+    observer: AbstractContextManager[Any], script: str, context: click.Context, *, module: bool, quiet: bool
 ) -> int:
     """Run the script under the observer until it knows enough; return the script's exit code."""
     from backlight.launch.observe import explain
@@ -57,32 +67,39 @@ def _without_backward(script: str, code: int) -> Exception:
     "backlight check --recompute --fail-on state,random train.py",
     script=True,
 )  # fmt: skip
+@script_argument
+@module_option
+@click.option(
+    "--causal", is_flag=True, help="Probe for inputs from the future, and targets among the inputs."
+)
+@click.option("--through-time", is_flag=True, help="Probe the gradient from the last position to the first.")
+@click.option(
+    "one_batch", "--overfit-one-batch", is_flag=True, help="Train on one batch, also with shuffled labels."
+)
+@click.option("--recompute", is_flag=True, help="Compare checkpointed regions with their recomputation.")
+@click.option(
+    "--steps",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Optimizer steps to train under the default monitors; default: none.",
+)
+@store_option
+@script_json_option
+@click.option("--fail-on", metavar="NAME,...", help="Exit 1 for these probes, rules and severities, or any.")
+@click.pass_context
 def check_script(
-    context: Context,
-    script: Script,
-    module: Module = False,
-    causal: Annotated[
-        bool, Option("--causal", help="Probe for inputs from the future, and targets among the inputs.")
-    ] = False,
-    through_time: Annotated[
-        bool, Option("--through-time", help="Probe the gradient from the last position to the first.")
-    ] = False,
-    one_batch: Annotated[
-        bool, Option("--overfit-one-batch", help="Train on one batch, also with shuffled labels.")
-    ] = False,
-    recompute: Annotated[
-        bool, Option("--recompute", help="Compare checkpointed regions with their recomputation.")
-    ] = False,
-    steps: Annotated[
-        int | None,
-        Option(min=1, help="Optimizer steps to train under the default monitors; default: none."),
-    ] = None,
-    out: StoreIn = None,
-    as_json: ScriptJson = False,
-    fail_on: Annotated[
-        str | None,
-        Option(metavar="NAME,...", help="Exit 1 for these probes, rules and severities, or any."),
-    ] = None,
+    context: click.Context,
+    *,
+    script: str,
+    module: bool,
+    causal: bool,
+    through_time: bool,
+    one_batch: bool,
+    recompute: bool,
+    steps: int | None,
+    out: Path | None,
+    as_json: bool,
+    fail_on: str | None,
 ) -> int:
     """Probe whether the model of a script can learn, at its first step.
 
@@ -103,7 +120,7 @@ def check_script(
         return _regions(context, script, fail_on, module=module, as_json=as_json)
     failing, finding_fails = split_fail_on(fail_on, list(Probe), watches=steps is not None)
     if steps is None and out is not None:
-        raise BadParameter("--out stores the steps that --steps asks for: add --steps")
+        raise click.BadParameter("--out stores the steps that --steps asks for: add --steps")
     chosen = {
         Probe.FUTURE: causal, Probe.TARGETS: causal, Probe.THROUGH_TIME: through_time,
         Probe.OVERFIT: one_batch, Probe.LABELS: one_batch, Probe.RECOMPUTATION: recompute,
@@ -133,7 +150,7 @@ def check_script(
     return code if watched is not None else 0
 
 
-def _regions(context: Context, script: str, fail_on: str | None, *, module: bool, as_json: bool) -> int:
+def _regions(context: click.Context, script: str, fail_on: str | None, *, module: bool, as_json: bool) -> int:
     """Inspect the checkpointed regions of a script; return the exit code."""
     from backlight.cli.render.explanations import print_regions, regions_as_json
     from backlight.diagnose.checkpointing.observer import CheckpointObserver
@@ -153,17 +170,25 @@ def _regions(context: Context, script: str, fail_on: str | None, *, module: bool
 
 
 @command("nan", "backlight nan train.py", "backlight nan --steps 500 --fail-on any train.py", script=True)
+@script_argument
+@module_option
+@click.option(
+    "--steps",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Optimizer steps after which the script is ended; default: never.",
+)
+@script_json_option
+@click.option("--fail-on", metavar="KIND,...", help="Exit 1 for an origin: nan, infinity or any.")
+@click.pass_context
 def nan(
-    context: Context,
-    script: Script,
-    module: Module = False,
-    steps: Annotated[
-        int | None, Option(min=1, help="Optimizer steps after which the script is ended; default: never.")
-    ] = None,
-    as_json: ScriptJson = False,
-    fail_on: Annotated[
-        str | None, Option(metavar="KIND,...", help="Exit 1 for an origin: nan, infinity or any.")
-    ] = None,
+    context: click.Context,
+    *,
+    script: str,
+    module: bool,
+    steps: int | None,
+    as_json: bool,
+    fail_on: str | None,
 ) -> int:
     """Find the operation that produced the first NaN or infinity.
 
@@ -190,15 +215,20 @@ def nan(
     "why-no-grad", "backlight why-no-grad train.py", "backlight why-no-grad --fail-on unused,cut train.py",
     script=True,
 )  # fmt: skip
+@script_argument
+@module_option
+@click.option(
+    "--steps",
+    default=3,
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Optimizer steps after which the script is ended.",
+)
+@script_json_option
+@click.option("--fail-on", metavar="CAUSE,...", help="Exit 1 for parameters of these causes, or any.")
+@click.pass_context
 def why_no_grad(
-    context: Context,
-    script: Script,
-    module: Module = False,
-    steps: Annotated[int, Option(min=1, help="Optimizer steps after which the script is ended.")] = 3,
-    as_json: ScriptJson = False,
-    fail_on: Annotated[
-        str | None, Option(metavar="CAUSE,...", help="Exit 1 for parameters of these causes, or any.")
-    ] = None,
+    context: click.Context, *, script: str, module: bool, steps: int, as_json: bool, fail_on: str | None
 ) -> int:
     """Explain why parameters receive no gradient.
 
@@ -238,35 +268,70 @@ def why_no_grad(
     "backlight profile --confirm train.py",
     script=True,
 )  # fmt: skip
+@script_argument
+@module_option
+@click.option(
+    "--timed",
+    default=30,
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Steps to time, the cold first one included.",
+)
+@click.option(
+    "--traced",
+    default=10,
+    metavar="N",
+    type=click.IntRange(min=0),
+    help="Steps to trace after them; 0 for none.",
+)
+@click.option("--trace-file", type=PATH, metavar="FILE", help="Trace to write; default: none, or in --out.")
+@click.option(
+    "--flame-graph", type=PATH, metavar="FILE", help="Flame graph of the lines to write, for speedscope.app."
+)
+@click.option("--stacks", is_flag=True, help="Record whole stacks in the trace; slows traced steps.")
+@click.option(
+    "tokens",
+    "--tokens-per-step",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Tokens of one step, over all ranks.",
+)
+@click.option(
+    "peak",
+    "--peak-flops",
+    type=click.FloatRange(min=1),
+    metavar="X",
+    help="Peak FLOP/s of one device, as 989e12.",
+)
+@store_option
+@click.option("--confirm", is_flag=True, help="Test each suggestion: run with and without it.")
+@click.option(
+    "--pairs",
+    default=5,
+    metavar="N",
+    type=click.IntRange(min=3),
+    help="Pairs of runs for each suggestion of --confirm.",
+)
+@tables_option
+@script_json_option
+@click.pass_context
 def profile(
-    context: Context,
-    script: Script,
-    module: Module = False,
-    timed: Annotated[int, Option(min=1, help="Steps to time, the cold first one included.")] = 30,
-    traced: Annotated[int, Option(min=0, help="Steps to trace after them; 0 for none.")] = 10,
-    trace_file: Annotated[
-        Path | None, Option(metavar="FILE", help="Trace to write; default: none, or in --out.")
-    ] = None,
-    flame_graph: Annotated[
-        Path | None, Option(metavar="FILE", help="Flame graph of the lines to write, for speedscope.app.")
-    ] = None,
-    stacks: Annotated[
-        bool, Option("--stacks", help="Record whole stacks in the trace; slows traced steps.")
-    ] = False,
-    tokens: Annotated[
-        int | None,
-        Option("--tokens-per-step", metavar="N", min=1, help="Tokens of one step, over all ranks."),
-    ] = None,
-    peak: Annotated[
-        float | None, Option("--peak-flops", metavar="X", min=1, help="Peak FLOP/s of one device, as 989e12.")
-    ] = None,
-    out: StoreIn = None,
-    confirm: Annotated[
-        bool, Option("--confirm", help="Test each suggestion: run with and without it.")
-    ] = False,
-    pairs: Annotated[int, Option(min=3, help="Pairs of runs for each suggestion of --confirm.")] = 5,
-    full: Tables = False,
-    as_json: ScriptJson = False,
+    context: click.Context,
+    *,
+    script: str,
+    module: bool,
+    timed: int,
+    traced: int,
+    trace_file: Path | None,
+    flame_graph: Path | None,
+    stacks: bool,
+    tokens: int | None,
+    peak: float | None,
+    out: Path | None,
+    confirm: bool,
+    pairs: int,
+    full: bool,
+    as_json: bool,
 ) -> int:
     """Profile step time by phase, line, module and operator.
 
@@ -304,25 +369,35 @@ def profile(
 
 
 @command("trace", "backlight trace trace.json.gz", "backlight trace rank0.json rank1.json -o trace.html")
+@click.argument(
+    "files",
+    nargs=-1,
+    required=True,
+    type=PATH,
+    metavar="FILE...",
+    help="Traces of torch.profiler (.json, .json.gz), one per rank.",
+)
+@click.option("--step", metavar="N", type=int, help="Step to analyse, the N of ProfilerStep#N.")
+@click.option(
+    "--rows", default=12, metavar="N", type=click.IntRange(min=1), help="Maximum rows of a printed table."
+)
+@json_option
+@click.option("--out", "-o", type=PATH, metavar="FILE", help="File to write, .html or .md.")
+@tables_option
+@click.option("--against", type=PATH, metavar="FILE", help="Second trace; print what changed, per step.")
+@click.option("--overlay", type=PATH, metavar="FILE", help="Trace to write with critical path and counters.")
+@click.option("--cache", is_flag=True, help="Keep events as Parquet next to each file.")
 def trace(
-    files: Annotated[
-        list[Path],
-        Argument(metavar="FILE...", help="Traces of torch.profiler (.json, .json.gz), one per rank."),
-    ],
-    step: Annotated[int | None, Option(help="Step to analyse, the N of ProfilerStep#N.")] = None,
-    rows: Annotated[int, Option(min=1, help="Maximum rows of a printed table.")] = 12,
-    as_json: Json = False,
-    out: Annotated[
-        Path | None, Option("--out", "-o", metavar="FILE", help="File to write, .html or .md.")
-    ] = None,
-    full: Tables = False,
-    against: Annotated[
-        Path | None, Option(metavar="FILE", help="Second trace; print what changed, per step.")
-    ] = None,
-    overlay: Annotated[
-        Path | None, Option(metavar="FILE", help="Trace to write with critical path and counters.")
-    ] = None,
-    cache: Annotated[bool, Option("--cache", help="Keep events as Parquet next to each file.")] = False,
+    *,
+    files: Sequence[Path],
+    step: int | None,
+    rows: int,
+    as_json: bool,
+    out: Path | None,
+    full: bool,
+    against: Path | None,
+    overlay: Path | None,
+    cache: bool,
 ) -> int:
     """Analyse traces of torch.profiler.
 
@@ -367,20 +442,26 @@ def trace(
     "test-matrix", "backlight test-matrix --init plan.toml", "backlight test-matrix plan.toml --check",
     "backlight test-matrix plan.toml --fail-on CRASH,BLOCKED",
 )  # fmt: skip
+@click.argument("plan", type=PATH, metavar="PLAN.toml", help="Plan file.")
+@click.option("--init", is_flag=True, help="Write a plan to adapt.")
+@click.option("--check", is_flag=True, help="Check the plan and list its cases only.")
+@click.option(
+    "--out", "-o", type=PATH, metavar="DIR", help="Directory of results; default runs/test-matrix-<plan>."
+)
+@click.option("--again", multiple=True, metavar="CASE", help="Case to run again (repeatable).")
+@json_option
+@click.option("--bundle", type=PATH, metavar="FILE", help="Archive to write: .tar.gz or .zip.")
+@click.option("--fail-on", metavar="VERDICT,...", help="Exit 1 for cases with these verdicts.")
 def run_test_matrix(
-    plan: Annotated[Path, Argument(metavar="PLAN.toml", help="Plan file.")],
-    init: Annotated[bool, Option("--init", help="Write a plan to adapt.")] = False,
-    check: Annotated[bool, Option("--check", help="Check the plan and list its cases only.")] = False,
-    out: Annotated[
-        Path | None,
-        Option("--out", "-o", metavar="DIR", help="Directory of results; default runs/test-matrix-<plan>."),
-    ] = None,
-    again: Annotated[list[str] | None, Option(metavar="CASE", help="Case to run again (repeatable).")] = None,
-    as_json: Json = False,
-    bundle: Annotated[Path | None, Option(metavar="FILE", help="Archive to write: .tar.gz or .zip.")] = None,
-    fail_on: Annotated[
-        str | None, Option(metavar="VERDICT,...", help="Exit 1 for cases with these verdicts.")
-    ] = None,
+    *,
+    plan: Path,
+    init: bool,
+    check: bool,
+    out: Path | None,
+    again: Sequence[str],
+    as_json: bool,
+    bundle: Path | None,
+    fail_on: str | None,
 ) -> int:
     """Run controlled cases, collect evidence and evaluate each one.
 
@@ -406,7 +487,7 @@ def run_test_matrix(
         return 0
     folder = out if out is not None else Path("runs") / f"test-matrix-{plan.stem}"
     report = execute(
-        prepared, folder, again=again or (),
+        prepared, folder, again=again,
         on_start=lambda case: page.say((f"{case.name} ...", "dim")),
         on_end=lambda one: print_result(page, one),
     )  # fmt: skip

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from typer import Argument, Option
+import click
 
-from backlight.cli.app import command
+from backlight.cli.app import command, grok
 from backlight.cli.console import make_table, print_json
-from backlight.cli.options import Json, readable_run
+from backlight.cli.options import json_option, readable_run
 from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def overlay(
-    changes: list[str] | None, *, steps: int | None = None, seed: int | None = None, device: str | None = None
+    changes: Sequence[str], *, steps: int | None = None, seed: int | None = None, device: str | None = None
 ) -> tuple[str, Mapping[str, Any]]:
     """Return what the options of a command line say, as a layer of a configuration."""
     from backlight.experiments.config import assigned
 
-    values = assigned(changes or ())
+    values = assigned(changes)
     if steps is not None:
         values.setdefault("training", {})["steps"] = steps
     given = {"seed": seed, "device": device}
@@ -41,8 +41,9 @@ def configured(
     return configure(name, preset, *layers, options)
 
 
-@command("list", "backlight grok list", group="grok")
-def listing(as_json: Json = False) -> None:
+@command("list", "backlight grok list", group=grok)
+@json_option
+def listing(*, as_json: bool) -> None:
     """List the experiments with their sources and effects."""
     from backlight.experiments.experiment import EXPERIMENTS
 
@@ -65,18 +66,27 @@ def listing(as_json: Json = False) -> None:
     make_console().print(table)
 
 
-@command("detect", "backlight grok detect runs/nanda-ci-seed-0", group="grok")
+@command("detect", "backlight grok detect runs/nanda-ci-seed-0", group=grok)
+@click.argument(
+    "runs", nargs=-1, required=True, type=readable_run, metavar="RUN...", help="Run directories or URLs."
+)
+@json_option
+@click.option(
+    "--control-run",
+    multiple=True,
+    type=readable_run,
+    metavar="RUN",
+    help="Run directory of a matched control (repeatable).",
+)
+@click.option("--chance", metavar="X", type=float, help="Accuracy of guessing; default as recorded.")
+@click.option("--test-size", metavar="N", type=int, help="Number of test samples; default as recorded.")
 def detect(
-    runs: Annotated[
-        list[Path], Argument(metavar="RUN...", help="Run directories or URLs.", parser=readable_run)
-    ],
-    as_json: Json = False,
-    control_run: Annotated[
-        list[Path] | None,
-        Option(metavar="RUN", help="Run directory of a matched control (repeatable).", parser=readable_run),
-    ] = None,
-    chance: Annotated[float | None, Option(help="Accuracy of guessing; default as recorded.")] = None,
-    test_size: Annotated[int | None, Option(help="Number of test samples; default as recorded.")] = None,
+    *,
+    runs: Sequence[Path],
+    as_json: bool,
+    control_run: Sequence[Path],
+    chance: float | None,
+    test_size: int | None,
 ) -> int:
     """Diagnose grokking in stored runs.
 
@@ -89,7 +99,7 @@ def detect(
     from backlight.store.read.run import open_run
 
     opened = [open_run(path) for path in runs]
-    against = [open_run(path) for path in control_run or ()]
+    against = [open_run(path) for path in control_run]
     console, out, failed = make_console(), [], False
     for run in opened:
         try:

@@ -5,17 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from typer import Argument, Option, confirm
+import click
 
-from backlight.cli.app import command
+from backlight.cli.app import command, grok
 from backlight.cli.commands.grok import configured, overlay
 from backlight.cli.console import print_json
-from backlight.cli.options import Changes, Device, Preset, Ray, Seed, Slurm, SlurmScript, Steps
+from backlight.cli.options import (
+    PATH,
+    changes_option,
+    device_option,
+    preset_option,
+    ray_option,
+    seed_option,
+    slurm_option,
+    slurm_script_option,
+    steps_option,
+)
 from backlight.extras import require
 from backlight.terminal import make_console, write
 
@@ -27,41 +37,52 @@ if TYPE_CHECKING:
     "run", "backlight grok run nanda", "backlight grok run nanda --control random-labels",
     "backlight grok run nanda --preset paper --dry-run",
     "backlight grok run nanda --seeds 0-4 --sweep training.lr=0.001,0.003",
-    group="grok",
+    group=grok,
 )  # fmt: skip
+@click.argument("name", required=False, metavar="[NAME]", help="Experiment, see backlight grok list.")
+@preset_option
+@click.option(
+    "--config", type=PATH, metavar="FILE", help="YAML file, as backlight grok run --dry-run prints it."
+)
+@changes_option
+@steps_option
+@seed_option
+@device_option
+@click.option("--out", "-o", type=PATH, metavar="DIR", help="Run directory; default runs/NAME-PRESET-seed-N.")
+@click.option("--resume", is_flag=True, help="Resume the run in --out.")
+@click.option("--control", metavar="NAME", help="Matched control to run as well: random-labels.")
+@click.option("--degrade", is_flag=True, help="Record less, without asking, if not all fits.")
+@click.option("--seeds", metavar="LIST", help="Seeds, one run each: 0-4 or 0,1,7.")
+@click.option("--sweep", multiple=True, metavar="KEY=V,V", help="Key and values, one run each (repeatable).")
+@click.option(
+    "--jobs", metavar="N", type=click.IntRange(min=1), help="Concurrent processes; default: as cores allow."
+)
+@slurm_option
+@slurm_script_option
+@ray_option
+@click.option("--dry-run", is_flag=True, help="Print the configuration, time a few steps, and run nothing.")
+@click.option("as_json", "--json", is_flag=True, help="Print what --dry-run estimates as JSON.")
 def run(
-    name: Annotated[str | None, Argument(metavar="NAME", help="Experiment, see backlight grok list.")] = None,
-    preset: Preset = None,
-    config: Annotated[
-        Path | None, Option(metavar="FILE", help="YAML file, as backlight grok run --dry-run prints it.")
-    ] = None,
-    changes: Changes = None,
-    steps: Steps = None,
-    seed: Seed = None,
-    device: Device = None,
-    out: Annotated[
-        Path | None,
-        Option("--out", "-o", metavar="DIR", help="Run directory; default runs/NAME-PRESET-seed-N."),
-    ] = None,
-    resume: Annotated[bool, Option("--resume", help="Resume the run in --out.")] = False,
-    control: Annotated[
-        str | None, Option(metavar="NAME", help="Matched control to run as well: random-labels.")
-    ] = None,
-    degrade: Annotated[
-        bool, Option("--degrade", help="Record less, without asking, if not all fits.")
-    ] = False,
-    seeds: Annotated[str | None, Option(metavar="LIST", help="Seeds, one run each: 0-4 or 0,1,7.")] = None,
-    sweep: Annotated[
-        list[str] | None, Option(metavar="KEY=V,V", help="Key and values, one run each (repeatable).")
-    ] = None,
-    jobs: Annotated[int | None, Option(min=1, help="Concurrent processes; default: as cores allow.")] = None,
-    slurm: Slurm = None,
-    slurm_script: SlurmScript = None,
-    ray: Ray = None,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Print the configuration, time a few steps, and run nothing.")
-    ] = False,
-    as_json: Annotated[bool, Option("--json", help="Print what --dry-run estimates as JSON.")] = False,
+    *,
+    name: str | None,
+    preset: str | None,
+    config: Path | None,
+    changes: Sequence[str],
+    steps: int | None,
+    seed: int | None,
+    device: str | None,
+    out: Path | None,
+    resume: bool,
+    control: str | None,
+    degrade: bool,
+    seeds: str | None,
+    sweep: Sequence[str],
+    jobs: int | None,
+    slurm: Sequence[str],
+    slurm_script: Path | None,
+    ray: Sequence[str],
+    dry_run: bool,
+    as_json: bool,
 ) -> int:
     """Run an experiment into a run directory.
 
@@ -79,14 +100,14 @@ def run(
         raise ValueError("--json prints what --dry-run estimates: add --dry-run")
     if dry_run:
         return _estimate(request, as_json=as_json)
-    if ray is not None and (slurm is not None or slurm_script is not None):
+    if ray and (slurm or slurm_script is not None):
         raise ValueError("--ray and --slurm: a sweep runs on one of them; give one")
-    if ray is not None and seeds is None and not sweep:
+    if ray and seeds is None and not sweep:
         raise ValueError("--ray: runs the members of a sweep; give --seeds or --sweep as well")
     if seeds is not None or sweep:
-        return _sweep(request, seeds, sweep or [], jobs, slurm, slurm_script, ray)
-    if slurm is not None or slurm_script is not None:
-        return _write_job(request, slurm or [], slurm_script)
+        return _sweep(request, seeds, sweep, jobs, slurm, slurm_script, ray)
+    if slurm or slurm_script is not None:
+        return _write_job(request, slurm, slurm_script)
     return _run_here(request, resume=resume)
 
 
@@ -170,7 +191,7 @@ def _one(
         choice = Choice(tier_of(path)) if (path / "manifest.json").exists() else Choice()
     else:
         refuse_existing(path)
-        asking = (lambda text: confirm(text, err=True)) if sys.stdin.isatty() else None
+        asking = (lambda text: click.confirm(text, err=True)) if sys.stdin.isatty() else None
         choice = choose(estimate_of(configuration, path, budget=0.2), degrade=degrade, ask=asking)
     bar = Bar(f"{configuration.experiment}{' ' + configuration.control if configuration.control else ''}")
     if choice.reason:
@@ -189,8 +210,8 @@ def _one(
 
 
 def _sweep(
-    request: _Request, seeds: str | None, sweeps: list[str], jobs: int | None,
-    slurm: list[str] | None, script: Path | None, ray: list[str] | None,
+    request: _Request, seeds: str | None, sweeps: Sequence[str], jobs: int | None,
+    slurm: Sequence[str], script: Path | None, ray: Sequence[str],
 ) -> int:  # fmt: skip
     """Run one process for each member of a sweep; return the exit code."""
     from backlight.experiments.runner import finished
@@ -200,7 +221,7 @@ def _sweep(
 
     configuration = request.configuration()
     root = request.out if request.out is not None else Path("runs") / f"{configuration.experiment}-sweep"
-    if ray is not None:
+    if ray:
         root = root.absolute()  # tasks have a working directory of their own
     found = members(root, [] if seeds is None else seeds_of(seeds), sweeps)
     for member in found:
@@ -212,14 +233,14 @@ def _sweep(
     for member in left:
         resumed = ["--resume"] if (member.directory / "manifest.json").exists() else []
         commands.append((member.directory, [*command(request.arguments(), member), *resumed]))
-    if slurm is not None or script is not None:
-        return _write_jobs(request, configuration, [line for _, line in commands], root, slurm or [], script)
+    if slurm or script is not None:
+        return _write_jobs(request, configuration, [line for _, line in commands], root, slurm, script)
     threads = configuration.run.threads
 
     def show(folder: Path, code: int) -> None:
         write(folder if not code else f"{folder}: failed, see {folder}.log")
 
-    if ray is not None:
+    if ray:
         gpus = float(configuration.device.startswith("cuda"))
         failed = run_on_ray(
             commands, RayOptions.of(ray, cpus=threads, gpus=gpus), threads=threads, on_end=show
@@ -233,7 +254,7 @@ def _sweep(
     return 2 if failed else 0
 
 
-def _write_job(request: _Request, slurm: list[str], script: Path | None) -> int:
+def _write_job(request: _Request, slurm: Sequence[str], script: Path | None) -> int:
     """Write the batch script of a run; return the exit code."""
     from backlight.experiments.runner import default_directory
     from backlight.experiments.sweep import Member, command
@@ -246,7 +267,7 @@ def _write_job(request: _Request, slurm: list[str], script: Path | None) -> int:
 
 def _write_jobs(
     request: _Request, configuration: Configuration, commands: list[list[str]], root: Path,
-    slurm: list[str], script: Path | None,
+    slurm: Sequence[str], script: Path | None,
 ) -> int:  # fmt: skip
     from backlight.experiments.cost import choose, estimate_of
     from backlight.experiments.sweep import batch_script, job_parameters

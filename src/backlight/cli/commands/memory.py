@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
 
-from typer import Argument, Context, Option
+import click
 
-from backlight.cli.app import command
+from backlight.cli.app import command, memory
 from backlight.cli.console import print_answer
-from backlight.cli.options import Json, Module, Script, ScriptJson, StoreIn, Tables
+from backlight.cli.options import (
+    PATH,
+    json_option,
+    module_option,
+    script_argument,
+    script_json_option,
+    store_option,
+    tables_option,
+)
 from backlight.terminal import make_console
 from backlight.text import parse_size
 
 
 @command(
     "measure", "backlight memory train.py", "backlight memory --recorded 3 train.py --lr 0.1",
-    group="memory", script=True,
+    group=memory, script=True,
 )  # fmt: skip
-def memory(
-    context: Context,
-    script: Script,
-    module: Module = False,
-    warmup: Annotated[int, Option(min=1, help="Steps before recording.")] = 2,
-    recorded: Annotated[int, Option(min=1, help="Steps to record, after which the script is ended.")] = 1,
-    out: StoreIn = None,
-    full: Tables = False,
-    as_json: ScriptJson = False,
+@script_argument
+@module_option
+@click.option("--warmup", default=2, metavar="N", type=click.IntRange(min=1), help="Steps before recording.")
+@click.option(
+    "--recorded",
+    default=1,
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Steps to record, after which the script is ended.",
+)
+@store_option
+@tables_option
+@script_json_option
+@click.pass_context
+def measure(
+    context: click.Context,
+    *,
+    script: str,
+    module: bool,
+    warmup: int,
+    recorded: int,
+    out: Path | None,
+    full: bool,
+    as_json: bool,
 ) -> int:
     """Measure the memory of a step of a script, by module and tensor kind.
 
@@ -53,25 +76,30 @@ def memory(
 
 
 @command(
-    "predict", "backlight memory predict recipe.py --set batch=64 --budget 24G", group="memory",
+    "predict", "backlight memory predict recipe.py --set batch=64 --budget 24G", group=memory,
 )  # fmt: skip
+@click.argument("recipe", type=PATH, metavar="RECIPE", help="File with build_model, batches and loss.")
+@click.option(
+    "settings", "--set", multiple=True, metavar="KEY=VALUE", help="Setting of the recipe (repeatable)."
+)
+@click.option("--budget", metavar="SIZE", help="Memory for which the largest batch is searched, as 24G.")
+@click.option(
+    "--batch-setting", default="batch", metavar="KEY", help="Setting of the recipe that is the batch size."
+)
+@click.option("--checkpointing", is_flag=True, help="Predict the savings of checkpointing as well.")
+@store_option
+@tables_option
+@json_option
 def predict_memory(
-    recipe: Annotated[Path, Argument(metavar="RECIPE", help="File with build_model, batches and loss.")],
-    settings: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Setting of the recipe (repeatable).")
-    ] = None,
-    budget: Annotated[
-        str | None, Option(metavar="SIZE", help="Memory for which the largest batch is searched, as 24G.")
-    ] = None,
-    batch_setting: Annotated[
-        str, Option(metavar="KEY", help="Setting of the recipe that is the batch size.")
-    ] = "batch",
-    checkpointing: Annotated[
-        bool, Option("--checkpointing", help="Predict the savings of checkpointing as well.")
-    ] = False,
-    out: StoreIn = None,
-    full: Tables = False,
-    as_json: Json = False,
+    *,
+    recipe: Path,
+    settings: Sequence[str],
+    budget: str | None,
+    batch_setting: str,
+    checkpointing: bool,
+    out: Path | None,
+    full: bool,
+    as_json: bool,
 ) -> int:
     """Predict the memory of a step of a recipe, and allocate nothing."""
     from backlight.diagnose.memory.answer import answer
@@ -85,12 +113,12 @@ def predict_memory(
     from backlight.launch.recipe import parse_settings
 
     available = None if budget is None else parse_size(budget, "--budget")
-    unread = UnreadRecipe(recipe, parse_settings(settings or []))
+    unread = UnreadRecipe(recipe, parse_settings(settings))
     # A setting that the recipe does not take is refused now, not after a prediction.
     accepts = () if available is None else (batch_setting,)
     with (
         Predictor() as predictor,  # first: it may fork, which no open run should see
-        nullcontext() if out is None else open_memory_run(out, str(recipe), settings or []) as writer,
+        nullcontext() if out is None else open_memory_run(out, str(recipe), settings) as writer,
         make_console(stderr=True).status("predicting") as status,
     ):
         prediction = predictor.predict(unread, accepts=accepts)

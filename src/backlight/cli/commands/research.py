@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-from typer import Argument, Option
+import click
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
-from backlight.cli.options import Json, Overwrite, Ray, Tables
+from backlight.cli.options import PATH, json_option, overwrite_option, ray_option, tables_option
 from backlight.cli.progress import count_bar
 from backlight.extras import require
 from backlight.terminal import write
@@ -21,38 +21,46 @@ from backlight.text import parse_size
     "spectra", "backlight spectra recipe.py",
     "backlight spectra recipe.py --checkpoints 'ckpt/*.pt' -o runs/spectra",
 )  # fmt: skip
+@click.argument("recipe", type=PATH, metavar="RECIPE.py", help="build_model, batches and loss.")
+@click.option(
+    "--checkpoints", multiple=True, metavar="PATTERN", help="Checkpoints, quoted: 'ckpt/*.pt' (repeatable)."
+)
+@click.option(
+    "--replicates", default=16, metavar="N", type=click.IntRange(min=3), help="Number of batches to compare."
+)
+@click.option(
+    "--include", multiple=True, metavar="PATTERN", help="Matrices to measure, as 'blocks.*' (repeatable)."
+)
+@click.option("--exclude", multiple=True, metavar="PATTERN", help="Matrices to skip (repeatable).")
+@click.option("changes", "--set", multiple=True, metavar="KEY=VALUE", help="Recipe setting (repeatable).")
+@click.option("--method", default="auto", metavar="NAME", help="Decomposition: auto, svd, gram, randomized.")
+@click.option(
+    "--max-directions", metavar="N", type=click.IntRange(min=1), help="Maximum directions of a layer."
+)
+@click.option("--device", metavar="NAME", help="Device: cpu, cuda, cuda:1; default CUDA if available.")
+@click.option("--dtype", metavar="NAME", help="Data type: float32, bfloat16, float64.")
+@click.option("--seed", default=0, metavar="N", type=int, help="Random seed.")
+@click.option("--budget", default="2G", metavar="SIZE", help="Memory for replicates per rank, as 2G.")
+@click.option(
+    "--out", "-o", type=PATH, metavar="DIR", help="Run directory, resumed if it exists; default runs/..."
+)
+@json_option
 def spectra(
-    recipe: Annotated[Path, Argument(metavar="RECIPE.py", help="build_model, batches and loss.")],
-    checkpoints: Annotated[
-        list[str] | None, Option(metavar="PATTERN", help="Checkpoints, quoted: 'ckpt/*.pt' (repeatable).")
-    ] = None,
-    replicates: Annotated[int, Option(min=3, help="Number of batches to compare.")] = 16,
-    include: Annotated[
-        list[str] | None, Option(metavar="PATTERN", help="Matrices to measure, as 'blocks.*' (repeatable).")
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, Option(metavar="PATTERN", help="Matrices to skip (repeatable).")
-    ] = None,
-    changes: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Recipe setting (repeatable).")
-    ] = None,
-    method: Annotated[
-        str, Option(metavar="NAME", help="Decomposition: auto, svd, gram, randomized.")
-    ] = "auto",
-    max_directions: Annotated[int | None, Option(min=1, help="Maximum directions of a layer.")] = None,
-    device: Annotated[
-        str | None, Option(metavar="NAME", help="Device: cpu, cuda, cuda:1; default CUDA if available.")
-    ] = None,
-    dtype: Annotated[
-        str | None, Option(metavar="NAME", help="Data type: float32, bfloat16, float64.")
-    ] = None,
-    seed: Annotated[int, Option(help="Random seed.")] = 0,
-    budget: Annotated[str, Option(metavar="SIZE", help="Memory for replicates per rank, as 2G.")] = "2G",
-    out: Annotated[
-        Path | None,
-        Option("--out", "-o", metavar="DIR", help="Run directory, resumed if it exists; default runs/..."),
-    ] = None,
-    as_json: Json = False,
+    *,
+    recipe: Path,
+    checkpoints: Sequence[str],
+    replicates: int,
+    include: Sequence[str],
+    exclude: Sequence[str],
+    changes: Sequence[str],
+    method: str,
+    max_directions: int | None,
+    device: str | None,
+    dtype: str | None,
+    seed: int,
+    budget: str,
+    out: Path | None,
+    as_json: bool,
 ) -> int:
     """Separate signal from noise in gradient singular directions.
 
@@ -65,8 +73,8 @@ def spectra(
     from backlight.launch.recipe import parse_settings
 
     request = SpectraRequest(
-        recipe=recipe, settings=parse_settings(changes or []), checkpoints=tuple(checkpoints or ()),
-        replicates=replicates, include=tuple(include or ()), exclude=tuple(exclude or ()),
+        recipe=recipe, settings=parse_settings(changes), checkpoints=tuple(checkpoints),
+        replicates=replicates, include=tuple(include), exclude=tuple(exclude),
         method=method, max_directions=max_directions, device=device, dtype=dtype, seed=seed,
         budget=parse_size(budget, "--budget"), out=out,
     )  # fmt: skip
@@ -90,22 +98,39 @@ def spectra(
     "sweep", "backlight sweep recipe.py --set dim=512,768,1024",
     "backlight sweep recipe.py --set dim=512,1024 --fake --at dim=4096",
 )  # fmt: skip
+@click.argument("recipe", type=PATH, metavar="RECIPE.py", help="Recipe file.")
+@click.option(
+    "chosen",
+    "--set",
+    multiple=True,
+    required=True,
+    metavar="KEY=V,V",
+    help="Recipe setting, or several values of it (repeatable).",
+)
+@click.option(
+    "--timed", default=30, metavar="N", type=click.IntRange(min=12), help="Steps to time at each size."
+)
+@click.option("--fake", is_flag=True, help="Predict memory and operations on fake tensors.")
+@click.option(
+    "--limit", default=600.0, type=click.FloatRange(min=1), metavar="SECONDS", help="Time limit of a size."
+)
+@click.option("--max-memory", metavar="SIZE", help="Memory limit of a size, as 8G.")
+@click.option("--at", multiple=True, metavar="KEY=VALUE", help="Setting to extrapolate to (repeatable).")
+@ray_option
+@tables_option
+@json_option
 def sweep(
-    recipe: Annotated[Path, Argument(metavar="RECIPE.py", help="Recipe file.")],
-    chosen: Annotated[
-        list[str],
-        Option("--set", metavar="KEY=V,V", help="Recipe setting, or several values of it (repeatable)."),
-    ],
-    timed: Annotated[int, Option(min=12, help="Steps to time at each size.")] = 30,
-    fake: Annotated[bool, Option("--fake", help="Predict memory and operations on fake tensors.")] = False,
-    limit: Annotated[float, Option(metavar="SECONDS", min=1, help="Time limit of a size.")] = 600.0,
-    max_memory: Annotated[str | None, Option(metavar="SIZE", help="Memory limit of a size, as 8G.")] = None,
-    at: Annotated[
-        list[str] | None, Option(metavar="KEY=VALUE", help="Setting to extrapolate to (repeatable).")
-    ] = None,
-    ray: Ray = None,
-    full: Tables = False,
-    as_json: Json = False,
+    *,
+    recipe: Path,
+    chosen: Sequence[str],
+    timed: int,
+    fake: bool,
+    limit: float,
+    max_memory: str | None,
+    at: Sequence[str],
+    ray: Sequence[str],
+    full: bool,
+    as_json: bool,
 ) -> int:
     """Measure a recipe at several sizes and fit how it scales.
 
@@ -137,23 +162,32 @@ def sweep(
     "gram", "backlight gram recipe.py --set batch=64",
     "backlight gram recipe.py --checkpoint ckpt/1000.pt -o gram.h5",
 )  # fmt: skip
+@click.argument("recipe", type=PATH, metavar="RECIPE.py", help="build_model, batches and loss.")
+@click.option("--checkpoint", type=PATH, metavar="FILE", help="Checkpoint to load first.")
+@click.option("changes", "--set", multiple=True, metavar="KEY=VALUE", help="Recipe setting (repeatable).")
+@click.option(
+    "--reduction", default="mean", metavar="NAME", help="The recipe's loss over the samples: mean or sum."
+)
+@click.option(
+    "--rows", default=10, metavar="N", type=click.IntRange(min=1), help="Maximum rows of a printed table."
+)
+@click.option("--device", metavar="NAME", help="Device, as cpu, cuda or cuda:1.")
+@click.option("--dtype", metavar="NAME", help="Data type: float32 or float64.")
+@click.option("--out", "-o", type=PATH, metavar="FILE", help="HDF5 file for Grams and eigenvalues, .h5.")
+@overwrite_option
+@json_option
 def gram(
-    recipe: Annotated[Path, Argument(metavar="RECIPE.py", help="build_model, batches and loss.")],
-    checkpoint: Annotated[Path | None, Option(metavar="FILE", help="Checkpoint to load first.")] = None,
-    changes: Annotated[
-        list[str] | None, Option("--set", metavar="KEY=VALUE", help="Recipe setting (repeatable).")
-    ] = None,
-    reduction: Annotated[
-        str, Option(metavar="NAME", help="The recipe's loss over the samples: mean or sum.")
-    ] = "mean",
-    rows: Annotated[int, Option(min=1, help="Maximum rows of a printed table.")] = 10,
-    device: Annotated[str | None, Option(metavar="NAME", help="Device, as cpu, cuda or cuda:1.")] = None,
-    dtype: Annotated[str | None, Option(metavar="NAME", help="Data type: float32 or float64.")] = None,
-    out: Annotated[
-        Path | None, Option("--out", "-o", metavar="FILE", help="HDF5 file for Grams and eigenvalues, .h5.")
-    ] = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    *,
+    recipe: Path,
+    checkpoint: Path | None,
+    changes: Sequence[str],
+    reduction: str,
+    rows: int,
+    device: str | None,
+    dtype: str | None,
+    out: Path | None,
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
     """Measure exact gradient outer products of a recipe's batch.
 
@@ -166,7 +200,7 @@ def gram(
 
     if out is not None:
         check_target(out, (".h5",), "use .h5")
-    settings = parse_settings(changes or [])
+    settings = parse_settings(changes)
     from backlight.diagnose.recipe_gram import measure_gram
 
     found = measure_gram(

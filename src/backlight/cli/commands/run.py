@@ -5,19 +5,21 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from typer import Context, Option
+import click
 
 from backlight.cli.app import command
 from backlight.cli.options import (
-    Module,
-    Script,
-    Slurm,
-    SlurmScript,
+    PATH,
     given_options,
+    module_option,
     options_as_typed,
+    script_argument,
+    slurm_option,
+    slurm_script_option,
     with_settings,
 )
 from backlight.terminal import write
@@ -34,25 +36,31 @@ if TYPE_CHECKING:
     script=True,
 )  # fmt: skip
 @with_settings
+@script_argument
+@click.option("--out", "-o", metavar="DIR", help="Run directory; default runs/<script>-<time>.")
+@module_option
+@click.option("--config", type=PATH, metavar="FILE", help="TOML file of settings and thresholds.")
+@click.option(
+    "changes",
+    "--set",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any other setting, as health.exact_updates=8 (repeatable).",
+)
+@slurm_option
+@slurm_script_option
+@click.pass_context
 def run(
-    context: Context,
-    script: Script,
-    out: Annotated[
-        str | None,
-        Option("--out", "-o", metavar="DIR", help="Run directory; default runs/<script>-<time>."),
-    ] = None,
-    module: Module = False,
-    config: Annotated[
-        Path | None, Option(metavar="FILE", help="TOML file of settings and thresholds.")
-    ] = None,
-    changes: Annotated[
-        list[str] | None,
-        Option(
-            "--set", metavar="KEY=VALUE", help="Any other setting, as health.exact_updates=8 (repeatable)."
-        ),
-    ] = None,
-    slurm: Slurm = None,
-    slurm_script: SlurmScript = None,
+    context: click.Context,
+    /,
+    *,
+    script: str,
+    out: str | None,
+    module: bool,
+    config: Path | None,
+    changes: Sequence[str],
+    slurm: Sequence[str],
+    slurm_script: Path | None,
     **values: Any,
 ) -> int:
     """Watch a training script.
@@ -64,14 +72,14 @@ def run(
     from backlight.session.settings import Settings
 
     check(script, module=module)
-    given = given_options(values, changes or ())
+    given = given_options(values, changes)
     arguments = list(context.args)
     folder = None if out is None else Path(out)
     with options_as_typed(context, given):
         settings = Settings.read(config, given) if config is not None else Settings.of(given)
         settings.check_names()
-        if slurm is not None or slurm_script is not None:
-            return _write_job(context, script, arguments, folder, slurm or [], slurm_script)
+        if slurm or slurm_script is not None:
+            return _write_job(context, script, arguments, folder, slurm, slurm_script)
         from backlight.session.script_watch import ScriptWatch
 
         watched = ScriptWatch(settings, folder, script=script, arguments=tuple(arguments))
@@ -118,11 +126,11 @@ _HERE_ONLY = frozenset({"slurm", "slurm_script", "out", "script"})
 
 
 def _write_job(
-    context: Context,
+    context: click.Context,
     target: str,
     arguments: list[str],
     out: Path | None,
-    slurm: list[str],
+    slurm: Sequence[str],
     script: Path | None,
 ) -> int:
     """Write the batch script of the watched run; return the exit code."""
@@ -147,7 +155,7 @@ def _write_job(
     return 0
 
 
-def _options(context: Context) -> list[str]:
+def _options(context: click.Context) -> list[str]:
     """Return the options of ``backlight run`` that were given, without those of the job."""
     line: list[str] = []
     parameter: Any

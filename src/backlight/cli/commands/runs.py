@@ -5,23 +5,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
-from typer import Argument, BadParameter, Option
+import click
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
 from backlight.cli.options import (
+    PATH,
     RUNS,
-    Full,
-    Json,
-    Overwrite,
-    Run,
-    RunOrLatest,
-    Tables,
+    full_option,
     given_or_latest,
+    json_option,
+    overwrite_option,
     own_run,
+    raw_option,
     readable_run,
+    run_argument,
+    run_or_latest,
+    tables_option,
 )
 from backlight.cli.progress import count_bar
 from backlight.terminal import make_console, write
@@ -44,12 +46,11 @@ def listed_folder(text: str) -> Path:
 
 
 @command("ls", "backlight ls", "backlight ls /scratch/runs --json")
-def ls(
-    folder: Annotated[
-        Path, Argument(metavar="DIR", help="Directory of runs, or its URL.", parser=listed_folder)
-    ] = RUNS,
-    as_json: Json = False,
-) -> None:
+@click.argument(
+    "folder", default=RUNS, type=listed_folder, metavar="[DIR]", help="Directory of runs, or its URL."
+)
+@json_option
+def ls(*, folder: Path, as_json: bool) -> None:
     """List the runs of a directory, the newest first.
 
     The loss is the last one logged, with what it is where one step has several. Findings are those stored
@@ -69,21 +70,33 @@ def ls(
     "findings", "backlight findings", "backlight findings runs/first --fail-on error,spike",
     "backlight findings runs/first --samples 120", "backlight findings --format sarif",
 )  # fmt: skip
+@run_or_latest
+@json_option
+@full_option
+@click.option("--hints", is_flag=True, help="Print the hints instead of the findings.")
+@click.option(
+    "--samples",
+    type=click.IntRange(min=0),
+    metavar="STEP",
+    help="Print the samples that carry this step instead.",
+)
+@click.option(
+    "annotation",
+    "--format",
+    type=click.Choice(["github", "junit", "sarif"]),
+    metavar="NAME",
+    help="Annotations of a CI job: github, junit or sarif.",
+)
+@click.option("--fail-on", metavar="NAME,...", help="Exit 1 for these severities and rules, as error,spike.")
 def findings(
-    path: RunOrLatest = None,
-    as_json: Json = False,
-    full: Full = False,
-    hints: Annotated[bool, Option("--hints", help="Print the hints instead of the findings.")] = False,
-    samples: Annotated[
-        int | None, Option(metavar="STEP", min=0, help="Print the samples that carry this step instead.")
-    ] = None,
-    annotation: Annotated[
-        Literal["github", "junit", "sarif"] | None,
-        Option("--format", metavar="NAME", help="Annotations of a CI job: github, junit or sarif."),
-    ] = None,
-    fail_on: Annotated[
-        str | None, Option(metavar="NAME,...", help="Exit 1 for these severities and rules, as error,spike.")
-    ] = None,
+    *,
+    path: Path | None,
+    as_json: bool,
+    full: bool,
+    hints: bool,
+    samples: int | None,
+    annotation: Literal["github", "junit", "sarif"] | None,
+    fail_on: str | None,
 ) -> int:
     """Print the findings of a run, and count its hints.
 
@@ -94,12 +107,12 @@ def findings(
     from backlight.store.read.run import open_run
 
     if as_json and annotation is not None:
-        raise BadParameter("--json and --format exclude one another")
+        raise click.BadParameter("--json and --format exclude one another")
     failing = parse_fail_on(fail_on) if fail_on is not None else None
     run = open_run(given_or_latest(path))
     if samples is not None:
         if annotation is not None or fail_on is not None:
-            raise BadParameter("--samples excludes --format and --fail-on")
+            raise click.BadParameter("--samples excludes --format and --fail-on")
         from backlight.cli.render.samples import print_samples
 
         print_samples(run, samples, as_json=as_json)
@@ -122,8 +135,6 @@ def findings(
     return int(failing is not None and any(map(failing, found)))
 
 
-Raw = Annotated[bool, Option("--raw", help="Leave CSV texts that look like formulas as they are.")]
-
 Table = Literal[
     "parameters", "spectra", "gradient", "update", "histogram", "steps", "scalars", "events", "findings",
     "parameter-table", "attempts", "all",
@@ -134,21 +145,31 @@ Table = Literal[
     "export", "backlight export curves.csv", "backlight export runs/first run.h5",
     "backlight export --tracker tensorboard=logs",
 )  # fmt: skip
+@run_or_latest
+@click.argument(
+    "target", required=False, type=PATH, metavar="[FILE]", help="File to write: .csv, .parquet or .h5."
+)
+@click.option(
+    "--tracker", multiple=True, metavar="NAME[=TARGET]", help="Tracker, as tensorboard=logs (repeatable)."
+)
+@overwrite_option
+@click.option(
+    "--table",
+    type=click.Choice(get_args(Table)),
+    metavar="NAME",
+    help="Table to export, or all; default: what the run holds.",
+)
+@click.option("--max-directions", metavar="N", type=int, help="Maximum directions of a layer at a step.")
+@raw_option
 def export(
-    path: RunOrLatest = None,
-    target: Annotated[
-        Path | None, Argument(metavar="FILE", help="File to write: .csv, .parquet or .h5.")
-    ] = None,
-    tracker: Annotated[
-        list[str] | None,
-        Option(metavar="NAME[=TARGET]", help="Tracker, as tensorboard=logs (repeatable)."),
-    ] = None,
-    overwrite: Overwrite = False,
-    table: Annotated[
-        Table | None, Option(metavar="NAME", help="Table to export, or all; default: what the run holds.")
-    ] = None,
-    max_directions: Annotated[int | None, Option(help="Maximum directions of a layer at a step.")] = None,
-    raw: Raw = False,
+    *,
+    path: Path | None,
+    target: Path | None,
+    tracker: Sequence[str],
+    overwrite: bool,
+    table: Table | None,
+    max_directions: int | None,
+    raw: bool,
 ) -> None:
     """Export a run to CSV, Parquet or HDF5, or to a tracker."""
     from backlight.findings.evaluate import findings_of
@@ -161,11 +182,11 @@ def export(
     if path is not None and target is None and not path.is_dir() and path.suffix:
         path, target = None, path
     if target is None and not tracker:
-        raise BadParameter("name a FILE to write, or a tracker with --tracker NAME=TARGET")
+        raise click.BadParameter("name a FILE to write, or a tracker with --tracker NAME=TARGET")
     if table == "all" and max_directions:
-        raise BadParameter("--table all is every table: leave --max-directions out")
+        raise click.BadParameter("--table all is every table: leave --max-directions out")
     run = open_run(given_or_latest(path))
-    for sent in send_all(run, tracker or ()):
+    for sent in send_all(run, tracker):
         write(f"{sent.tracker}: {count(sent.steps, 'step')}, {count(sent.findings, 'finding')}")
     if target is None:
         return
@@ -188,32 +209,52 @@ def export(
     "backlight compare runs/a runs/b --align -o curves.html",
     "backlight compare --ab 'python train.py' 'python train.py --fused'",
 )  # fmt: skip
+@click.argument(
+    "runs",
+    nargs=-1,
+    type=readable_run,
+    metavar="[RUN...]",
+    help="Two or more runs; the first is A, the reference.",
+)
+@click.option("--out", "-o", type=PATH, metavar="FILE", help="HTML file to write.")
+@click.option("--align", is_flag=True, help="Overlay measures, with steps counted from generalisation.")
+@click.option(
+    "--measure", multiple=True, metavar="PREFIX", help="Overlay measures of these names (repeatable)."
+)
+@click.option("--strict", is_flag=True, help="Refuse runs whose configurations differ.")
+@click.option("--factor", metavar="NAME", help="Argument or field that may differ, with --strict.")
+@click.option("--ab", nargs=2, metavar="COMMAND COMMAND", help="Two commands to run interleaved.")
+@click.option("--pairs", default=6, metavar="N", type=click.IntRange(min=3), help="Pairs of runs, with --ab.")
+@click.option(
+    "--steps",
+    default=60,
+    metavar="N",
+    type=click.IntRange(min=12),
+    help="Optimizer steps after which a run is ended, with --ab.",
+)
+@click.option(
+    "--limit",
+    default=600.0,
+    type=click.FloatRange(min=1),
+    metavar="SECONDS",
+    help="Time limit of a run, with --ab.",
+)
+@json_option
+@tables_option
 def compare(
-    runs: Annotated[
-        list[Path] | None,
-        Argument(
-            metavar="RUN...", help="Two or more runs; the first is A, the reference.", parser=readable_run
-        ),
-    ] = None,
-    out: Annotated[Path | None, Option("--out", "-o", metavar="FILE", help="HTML file to write.")] = None,
-    align: Annotated[
-        bool, Option("--align", help="Overlay measures, with steps counted from generalisation.")
-    ] = False,
-    measure: Annotated[
-        list[str] | None, Option(metavar="PREFIX", help="Overlay measures of these names (repeatable).")
-    ] = None,
-    strict: Annotated[bool, Option("--strict", help="Refuse runs whose configurations differ.")] = False,
-    factor: Annotated[
-        str | None, Option(metavar="NAME", help="Argument or field that may differ, with --strict.")
-    ] = None,
-    ab: Annotated[
-        tuple[str, str] | None, Option(metavar="COMMAND COMMAND", help="Two commands to run interleaved.")
-    ] = None,
-    pairs: Annotated[int, Option(min=3, help="Pairs of runs, with --ab.")] = 6,
-    steps: Annotated[int, Option(min=12, help="Optimizer steps after which a run is ended, with --ab.")] = 60,
-    limit: Annotated[float, Option(metavar="SECONDS", min=1, help="Time limit of a run, with --ab.")] = 600.0,
-    as_json: Json = False,
-    full: Tables = False,
+    *,
+    runs: Sequence[Path],
+    out: Path | None,
+    align: bool,
+    measure: Sequence[str],
+    strict: bool,
+    factor: str | None,
+    ab: tuple[str, str] | None,
+    pairs: int,
+    steps: int,
+    limit: float,
+    as_json: bool,
+    full: bool,
 ) -> int:
     """Compare runs, or the step times of two commands.
 
@@ -224,9 +265,9 @@ def compare(
     if ab is not None:
         return _alternate(ab, pairs, steps, limit, given=bool(runs), as_json=as_json, full=full)
     if factor is not None and not strict:
-        raise BadParameter("--factor names what may differ under --strict: add --strict")
-    if not runs or len(runs) < 2:
-        raise ValueError(f"expected two runs or more, or --ab with two commands; got {len(runs or [])}")
+        raise click.BadParameter("--factor names what may differ under --strict: add --strict")
+    if len(runs) < 2:
+        raise ValueError(f"expected two runs or more, or --ab with two commands; got {len(runs)}")
     from backlight.analysis.compare import compare as compare_runs
     from backlight.analysis.compare import comparison_json
     from backlight.cli.render.comparison import print_comparison
@@ -234,7 +275,7 @@ def compare(
 
     opened = [open_run(path) for path in runs]
     if align or measure:
-        return _overlay(opened, measure or (), out, align=align, as_json=as_json)
+        return _overlay(opened, measure, out, align=align, as_json=as_json)
     comparison = compare_runs(opened, strict=strict, factor=factor)
     if as_json:
         print_json(comparison_json(comparison))
@@ -294,18 +335,28 @@ def _alternate(
     'backlight query "select parameter, max(norm) from gradient group by all"',
     'backlight query runs/first "select * from findings" -o findings.csv',
 )
+@run_or_latest
+@click.argument("statement", required=False, metavar="[SQL]", help="One SELECT statement of DuckDB.")
+@click.option("--tables", is_flag=True, help="List tables and columns with their units.")
+@json_option
+@click.option("as_csv", "--csv", is_flag=True, help="Print CSV.")
+@click.option("--out", "-o", type=PATH, metavar="FILE", help="File for all rows, .parquet or .csv.")
+@overwrite_option
+@click.option(
+    "--rows", default=50, metavar="N", type=click.IntRange(min=1), help="Maximum rows of a printed table."
+)
+@raw_option
 def query(
-    path: RunOrLatest = None,
-    statement: Annotated[str | None, Argument(metavar="SQL", help="One SELECT statement of DuckDB.")] = None,
-    tables: Annotated[bool, Option("--tables", help="List tables and columns with their units.")] = False,
-    as_json: Json = False,
-    as_csv: Annotated[bool, Option("--csv", help="Print CSV.")] = False,
-    out: Annotated[
-        Path | None, Option("--out", "-o", metavar="FILE", help="File for all rows, .parquet or .csv.")
-    ] = None,
-    overwrite: Overwrite = False,
-    rows: Annotated[int, Option(min=1, help="Maximum rows of a printed table.")] = 50,
-    raw: Raw = False,
+    *,
+    path: Path | None,
+    statement: str | None,
+    tables: bool,
+    as_json: bool,
+    as_csv: bool,
+    out: Path | None,
+    overwrite: bool,
+    rows: int,
+    raw: bool,
 ) -> None:
     """Query a run with SQL.
 
@@ -319,9 +370,9 @@ def query(
     if path is not None and statement is None and not tables and not path.is_dir():
         path, statement = None, str(path)
     if (statement is None) != tables:
-        raise BadParameter("give one SELECT, or --tables for what it can ask about")
+        raise click.BadParameter("give one SELECT, or --tables for what it can ask about")
     if as_json + as_csv + (out is not None) > 1:
-        raise BadParameter("--json, --csv and --out exclude one another")
+        raise click.BadParameter("--json, --csv and --out exclude one another")
     run = open_run(given_or_latest(path))
     if statement is None:
         print_tables(sql.tables(run), as_json=as_json)
@@ -339,13 +390,15 @@ def query(
 
 
 @command("compact", "backlight compact runs/first --keep-every 10")
-def compact(
-    path: Run,
-    keep_every: Annotated[
-        int | None, Option(min=1, help="Recorded steps of which one is kept; default: keep all.")
-    ] = None,
-    force: Annotated[bool, Option("--force", help="Compact although the writer may still run.")] = False,
-) -> None:
+@run_argument
+@click.option(
+    "--keep-every",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Recorded steps of which one is kept; default: keep all.",
+)
+@click.option("--force", is_flag=True, help="Compact although the writer may still run.")
+def compact(*, path: Path, keep_every: int | None, force: bool) -> None:
     """Repair and compact a run directory."""
     from backlight.store.maintenance.compact import compact as tidy
     from backlight.text import size
@@ -358,12 +411,16 @@ def compact(
 
 
 @command("join", "backlight join runs/job runs/job-host2 runs/job-host3")
-def join(
-    run: Annotated[Path, Argument(metavar="RUN", help="Run of rank 0.", parser=own_run)],
-    parts: Annotated[
-        list[Path], Argument(metavar="PART...", help="Directories that other hosts wrote.", parser=own_run)
-    ],
-) -> None:
+@click.argument("run", type=own_run, metavar="RUN", help="Run of rank 0.")
+@click.argument(
+    "parts",
+    nargs=-1,
+    required=True,
+    type=own_run,
+    metavar="PART...",
+    help="Directories that other hosts wrote.",
+)
+def join(*, run: Path, parts: Sequence[Path]) -> None:
     """Merge what hosts without a shared file system recorded.
 
     Copies the ranks into the run of rank 0; the parts stay as they are.
@@ -377,9 +434,8 @@ def join(
 
 
 @command("mcp", "backlight mcp", "backlight mcp /scratch/runs")
-def mcp(
-    folder: Annotated[Path, Argument(metavar="DIR", help="Directory of runs.")] = RUNS,
-) -> None:
+@click.argument("folder", default=RUNS, type=PATH, metavar="[DIR]", help="Directory of runs.")
+def mcp(*, folder: Path) -> None:
     """Serve runs to coding assistants, read-only, over MCP on stdio.
 
     The assistant starts this command itself; it can read the runs of DIR and nothing else.

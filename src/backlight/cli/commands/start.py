@@ -7,20 +7,15 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal, get_args
 
-from typer import Argument, Exit, Option
+import click
 
 from backlight.cli.app import command
 from backlight.cli.console import print_json
-from backlight.cli.options import (
-    RUNS,
-    Json,
-    RunOrLatest,
-    given_or_latest,
-    readable_run,
-)
+from backlight.cli.options import PATH, RUNS, given_or_latest, json_option, readable_run, run_or_latest
 from backlight.extras import require
 from backlight.terminal import make_console, write
 
@@ -29,13 +24,11 @@ START_POLL_S = 0.3
 
 
 @command("demo", "backlight demo -o runs/demo")
-def demo(
-    out: Annotated[
-        Path | None,
-        Option("--out", "-o", metavar="DIR", help="Run directory; default runs/demo-<time>."),
-    ] = None,
-    steps: Annotated[int, Option(min=10, help="Optimizer steps of each run.")] = 300,
-) -> int:
+@click.option("--out", "-o", type=PATH, metavar="DIR", help="Run directory; default runs/demo-<time>.")
+@click.option(
+    "--steps", default=300, metavar="N", type=click.IntRange(min=10), help="Optimizer steps of each run."
+)
+def demo(*, out: Path | None, steps: int) -> int:
     """Find a bug in a small training script, then train with the fix.
 
     The script replaces the model's head after it created the optimizer. Both runs get a report.
@@ -75,10 +68,9 @@ def demo(
 
 
 @command("doctor", "backlight doctor", "backlight doctor --full")
-def doctor(
-    full: Annotated[bool, Option("--full", help="Print every check, not only what does not work.")] = False,
-    as_json: Json = False,
-) -> int:
+@click.option("--full", is_flag=True, help="Print every check, not only what does not work.")
+@json_option
+def doctor(*, full: bool, as_json: bool) -> int:
     """Check what works on this machine.
 
     The exit code is 1 if training scripts cannot be watched here.
@@ -101,31 +93,27 @@ Format = Literal["html", "md"]
     "report", "backlight report", "backlight report runs/first -o page.html",
     "backlight report runs/first --bundle run.zip",
 )  # fmt: skip
+@click.argument(
+    "path",
+    required=False,
+    type=readable_run,
+    metavar="[RUN]",
+    help="Run or test matrix, or URL; default: the latest in runs/.",
+)
+@click.option(
+    "--out",
+    "-o",
+    type=PATH,
+    metavar="FILE",
+    help="File to write; default RUN/report.html, of a URL ./report.html.",
+)
+@click.option(
+    "form", "--format", default="html", type=click.Choice(get_args(Format)), help="Format: html or md."
+)
+@click.option("--bundle", type=PATH, metavar="FILE", help="Archive to write instead: .tar.gz or .zip.")
+@click.option("--plots", type=PATH, metavar="DIR", help="Directory for the charts as SVG and PNG.")
 def report(
-    path: Annotated[
-        Path | None,
-        Argument(
-            metavar="RUN",
-            help="Run or test matrix, or URL; default: the latest in runs/.",
-            parser=readable_run,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        Option(
-            "--out",
-            "-o",
-            metavar="FILE",
-            help="File to write; default RUN/report.html, of a URL ./report.html.",
-        ),
-    ] = None,
-    form: Annotated[Format, Option("--format", help="Format: html or md.")] = "html",
-    bundle: Annotated[
-        Path | None, Option(metavar="FILE", help="Archive to write instead: .tar.gz or .zip.")
-    ] = None,
-    plots: Annotated[
-        Path | None, Option(metavar="DIR", help="Directory for the charts as SVG and PNG.")
-    ] = None,
+    *, path: Path | None, out: Path | None, form: Format, bundle: Path | None, plots: Path | None
 ) -> None:
     """Write the report of a run or test matrix as one offline file.
 
@@ -164,27 +152,27 @@ def report(
                 if pictures.words_only:
                     write(f"no pictures, but words: {', '.join(pictures.words_only)}", file=sys.stderr)
     if failed:
-        raise Exit(2)
+        raise click.exceptions.Exit(2)
 
 
 @command("open", "backlight open", "backlight open runs/first runs/second --no-browser")
-def open_page(
-    paths: Annotated[
-        list[Path] | None,
-        Argument(
-            metavar="RUN...",
-            help="Runs, started or not, or URLs; default: the latest in runs/.",
-            parser=readable_run,
-        ),
-    ] = None,
-    port: Annotated[int, Option(min=0, max=65535, help="Port; 0 for any free port.")] = 0,
-    browser: Annotated[bool, Option("--browser/--no-browser", help="Open the page in the browser.")] = True,
-) -> None:
+@click.argument(
+    "paths",
+    nargs=-1,
+    type=readable_run,
+    metavar="[RUN...]",
+    help="Runs, started or not, or URLs; default: the latest in runs/.",
+)
+@click.option(
+    "--port", default=0, metavar="N", type=click.IntRange(min=0, max=65535), help="Port; 0 for any free port."
+)
+@click.option("--browser/--no-browser", default=True, help="Open the page in the browser.")
+def open_page(*, paths: Sequence[Path], port: int, browser: bool) -> None:
     """Serve a live page of one or more runs on this machine."""
     from backlight.analysis.live import Live, followed, open_browser
 
     with contextlib.suppress(KeyboardInterrupt):  # how it is closed
-        live = Live(followed(_started(paths or [])), port)
+        live = Live(followed(_started(paths)), port)
         try:
             write(
                 f"backlight: live page at {live.new_address()} (works once)\nbacklight: Ctrl-C closes it",
@@ -196,7 +184,7 @@ def open_page(
             live.close()
 
 
-def _started(paths: list[Path]) -> list[Path]:
+def _started(paths: Sequence[Path]) -> list[Path]:
     """Return the runs, once those that do not exist yet have started; without ``paths`` the latest."""
     from backlight.store.format.names import MANIFEST
     from backlight.store.read.run_list import NoRunError
@@ -205,7 +193,7 @@ def _started(paths: list[Path]) -> list[Path]:
     is_reported = False
     while True:
         if paths and all((path / MANIFEST).is_file() for path in missing):
-            return paths
+            return list(paths)
         if not paths:
             with contextlib.suppress(NoRunError):
                 return [given_or_latest(None)]
@@ -217,10 +205,9 @@ def _started(paths: list[Path]) -> list[Path]:
 
 
 @command("top", "backlight top", "backlight top runs/first --once")
-def top(
-    path: RunOrLatest = None,
-    once: Annotated[bool, Option("--once", help="Print one frame; the default without a terminal.")] = False,
-) -> None:
+@run_or_latest
+@click.option("--once", is_flag=True, help="Print one frame; the default without a terminal.")
+def top(*, path: Path | None, once: bool) -> None:
     """Show a run live in the terminal.
 
     Press q or Ctrl-C to quit.

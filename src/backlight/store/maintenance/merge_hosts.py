@@ -7,6 +7,7 @@ that the merge can be repeated.
 from __future__ import annotations
 
 import filecmp
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -39,7 +40,7 @@ class Merge:
     files: int = 0
 
 
-def merge_hosts(run: str | Path, parts: list[Path]) -> Merge:
+def merge_hosts(run: str | Path, parts: Sequence[Path]) -> Merge:
     """Copy the files of other hosts from ``parts`` into ``run``; the parts stay as they are."""
     run = Path(run)
     out = Merge()
