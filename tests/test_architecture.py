@@ -68,7 +68,7 @@ def test_help_does_not_import_torch() -> None:
 def test_file_length_and_module_names() -> None:
     for path in SOURCE.rglob("*.py"):
         lines = path.read_text().count("\n")
-        assert lines <= 500, f"{path.relative_to(SOURCE)}: {lines} lines"
+        assert lines <= 600, f"{path.relative_to(SOURCE)}: {lines} lines"
         assert path.stem not in {"util", "utils", "helper", "helpers", "common", "core", "misc", "manager"}
 
 
