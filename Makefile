@@ -16,7 +16,7 @@ ALONE_JOBS ?= $(shell echo $$(( $(CORES) > 1 ? 2 : 1 )))
 ALONE := tests/diagnose/test_matrix tests/diagnose/profile tests/faults tests/monitors/stalls tests/report/live tests/setups tests/watchdog
 
 # Where quick tests are: collecting the others takes seconds.
-QUICK := $(addprefix tests/, test_*.py analysis capture cli diagnose experiments findings measure monitors report session store trace watchdog)
+QUICK := $(addprefix tests/, test_*.py analysis capture cli experiments findings measure monitors report session store trace watchdog)
 
 .PHONY: demo quick test test-full test-gpu lint coverage setups compatibility bench docs clean
 .DELETE_ON_ERROR:

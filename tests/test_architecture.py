@@ -45,6 +45,7 @@ backlight.open_run
 """
 
 
+@pytest.mark.slow
 def test_reading_packages_never_import_torch() -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -54,6 +55,7 @@ def test_reading_packages_never_import_torch() -> None:
     assert torch == "False"
 
 
+@pytest.mark.slow
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys\nfrom backlight.cli.app import main\n"
@@ -65,6 +67,7 @@ def test_help_does_not_import_torch() -> None:
     assert "offline" in done.stdout
 
 
+@pytest.mark.slow
 def test_file_length_and_module_names() -> None:
     for path in SOURCE.rglob("*.py"):
         lines = path.read_text().count("\n")
@@ -78,6 +81,7 @@ def test_package_init_files_are_empty() -> None:
             assert init.read_text() == "", f"{init}: importing a child would run this"
 
 
+@pytest.mark.slow
 def test_every_module_imports() -> None:
     # tests/integrations imports the frameworks, which takes seconds.
     frameworks = ("lightning", "huggingface", "accelerate", "torchtitan", "deepspeed", "ray")
@@ -116,6 +120,7 @@ def launcher_variables(tree: ast.AST) -> Iterator[int]:
             yield node.lineno
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("owner", "uses"), [("devices.py", device_modules), ("distributed.py", launcher_variables)]
 )
@@ -176,6 +181,7 @@ WRITERS = {
 """Modules that open a path for writing without :mod:`backlight.atomic_files`, and why they may."""
 
 
+@pytest.mark.slow
 def test_files_are_written_by_atomic_files() -> None:
     found = {
         str(path.relative_to(SOURCE))
@@ -239,6 +245,7 @@ def imported_modules(tree: ast.AST) -> Iterator[str]:
                 yield from (f"{module}.{alias.name}" for alias in aliases)
 
 
+@pytest.mark.slow
 def test_no_test_module_imports_another() -> None:
     root = Path(__file__).parent
     tests = {path.stem for path in root.rglob("test_*.py")} | {"conftest"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterable
@@ -15,6 +14,7 @@ from packaging.requirements import Requirement
 
 from backlight.cli.app import error_line
 from backlight.extras import EXTRA_OF, MissingPackageError, require
+from processes import run_captured
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,6 +75,7 @@ def test_base_install_is_small() -> None:
     assert 20e6 < added <= MAX_BYTES, sizes
 
 
+@pytest.mark.slow
 def test_commands_work_without_the_research_packages(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     works = [
@@ -90,13 +91,7 @@ def test_commands_work_without_the_research_packages(tmp_path: Path) -> None:
         "memory --out m train.py": "backlight: a stored memory result: needs h5py; pip install",
         "report --plots p a": "backlight report: needs matplotlib; pip install 'backlight[plots]'",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", BLOCKED, *works, *refused],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        check=False,
-    )
+    done = run_captured([sys.executable, "-c", BLOCKED, *works, *refused], cwd=tmp_path)
     answers = dict(re.findall(r"^(?:\d+) (.*?): (.*)$", done.stdout, re.MULTILINE))
     codes = {line: int(code) for code, line in re.findall(r"^(\d+) (.*?): ", done.stdout, re.MULTILINE)}
     assert {line: codes.get(line) for line in works} == dict.fromkeys(works, 0), done.stdout + done.stderr

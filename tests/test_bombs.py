@@ -22,6 +22,8 @@ from backlight.store.write.database import PAGE_BYTES
 from backlight.store.write.writer import RunWriter
 from run_builder import build_run
 
+pytestmark = pytest.mark.slow
+
 MAX_BYTES = 500 * 2**20
 MAX_CPU_S = 5.0
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from processes import run_captured
+
+pytestmark = pytest.mark.slow
 
 BENCH = Path(__file__).parents[1] / "bench" / "command_kills.py"
 
 
 @pytest.mark.parametrize("kills", [1, pytest.param(12, marks=pytest.mark.full)])
 def test_killed_command_leaves_nothing_half_written(kills: int) -> None:
-    done = subprocess.run(
+    done = run_captured(
         [sys.executable, str(BENCH), "--kills", str(kills), "--seed", str(kills)],
-        capture_output=True,
-        text=True,
-        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
     )
     rows = [line for line in done.stdout.splitlines() if f" of {kills} " in line]

@@ -27,6 +27,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
+@pytest.mark.slow
 def test_watching_a_loop_on_the_host_asks_no_driver(asked: list[str], tmp_path: Path) -> None:
     """A process that has asked once cannot fork children that use CUDA."""
     model = nn.Linear(4, 2)

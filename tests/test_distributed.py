@@ -79,6 +79,7 @@ def test_restart_belongs_to_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_path("train.py", found[0]) != default_path("train.py", "another+0")
 
 
+@pytest.mark.slow
 def test_watch_with_invalid_variables_warns_once_and_trains(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +120,7 @@ def test_watch_with_invalid_variables_warns_once_and_trains(
     assert torch.equal(weight, plain)
 
 
+@pytest.mark.slow
 def test_rank_document_holds_the_options(tmp_path: Path) -> None:
     model, optimizer = build_with_sgd()
     with backlight.watch(model, optimizer, run=tmp_path / "run", every=2, monitors=("health",)):
@@ -128,6 +130,7 @@ def test_rank_document_holds_the_options(tmp_path: Path) -> None:
     assert document["options"]["monitors"] == ["health"]
 
 
+@pytest.mark.slow
 def test_doctor_reports_cluster_support(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def find(what: str) -> tuple[str, str]:
         (check,) = [check for check in examine() if check.what == what]

@@ -114,6 +114,7 @@ def test_reference_lists_every_public_name() -> None:
     assert {f"{thing.__module__}.{thing.__qualname__}" for thing in public.values()} <= named
 
 
+@pytest.mark.slow
 def test_docstrings_of_the_api_page_are_parsed_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     griffe = pytest.importorskip("griffe")
     package = griffe.load("backlight", search_paths=[ROOT / "src"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 
 import new_environments
 from backlight.cli import app
+from processes import run_captured
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -155,10 +155,7 @@ def test_first_commands_run_in_a_new_environment(page: Path, tmp_path: Path) -> 
     assert runnable[0][:2] == ["pip", "install"]
     outputs = {}
     for words in runnable:
-        done = subprocess.run(
-            words, cwd=folder, env=new_environments.variables_of(tmp_path / "venv"),
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = run_captured(words, cwd=folder, env=new_environments.variables_of(tmp_path / "venv"))
         assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-2000:])
         outputs[words[1]] = done.stdout + done.stderr
     assert (target / "backlight" / "__init__.py").is_file()
@@ -171,9 +168,7 @@ def test_first_commands_run_in_a_new_environment(page: Path, tmp_path: Path) -> 
 @pytest.mark.full
 def test_the_base_install_is_as_small_as_its_bench_allows() -> None:
     """Install backlight and its requirements into a new environment; pip downloads what it has not cached."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "bench" / "install_size.py")], capture_output=True, text=True, check=False
-    )
+    done = run_captured([sys.executable, str(ROOT / "bench" / "install_size.py")])
     assert done.returncode == 0, done.stdout + done.stderr
     total = re.search(r"without numpy: ([\d.]+) MB of 60 MB", done.stdout)
     assert total is not None

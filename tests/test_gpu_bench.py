@@ -40,6 +40,7 @@ def test_without_a_device_it_prints_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_page_states_results_as_they_come(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -85,6 +86,7 @@ def test_page_states_results_as_they_come(
     assert [path.name for path in tmp_path.iterdir()] == ["gpu.md"]
 
 
+@pytest.mark.slow
 def test_failed_tests_do_not_hold_and_skipped_ones_are_skipped(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,6 +129,7 @@ def test_page_lists_what_runs(gpu: ModuleType) -> None:
         assert text == gpu.page(None, gpu.checks("cuda"), [], "", kept)
 
 
+@pytest.mark.slow
 def test_wheels_are_enough_to_collect(gpu: ModuleType, tmp_path: Path) -> None:
     """The marked tests, uninstalled: no package is importable but those that the page names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

@@ -218,6 +218,7 @@ def interrupted_call(function: Callable[[], object], at: int) -> tuple[int, str]
     return count, last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("every", [1, 1000])
 def test_interrupt_at_every_call_of_a_step_reaches_the_loop(
@@ -245,6 +246,7 @@ def test_interrupt_at_every_call_of_a_step_reaches_the_loop(
     assert run.last_step() + 1 >= training.steps
 
 
+@pytest.mark.slow
 def test_interrupt_where_counting_ends_loses_no_step(tmp_path: Path) -> None:
     """At each call of backlight while a stretch of unrecorded steps ends."""
     signal.signal(signal.SIGALRM, raising(TimeUpError))
@@ -318,6 +320,7 @@ def catches_everything(node: ast.AST) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_no_shield_on_the_training_thread_catches_interrupts() -> None:
     folders = [SOURCE / name for name in ON_THE_TRAINING_THREAD]
     files = [*SOURCE.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))]

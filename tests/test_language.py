@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 BANNED = {
@@ -97,6 +99,7 @@ def banned_words() -> dict[str, list[str]]:
     return {name: words for name, words in hits.items() if words}
 
 
+@pytest.mark.slow
 def test_user_text_has_no_banned_word() -> None:
     listed = "\n".join(f"{name}: {word}" for name, words in banned_words().items() for word in words)
     assert not listed, f"write what the glossary says instead:\n{listed}"

@@ -14,6 +14,9 @@ import pytest
 
 import backlight
 from cases import CASES
+from processes import run_captured
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 READER = {
@@ -37,7 +40,7 @@ print("read")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_captured(command)
     assert done.returncode == 0, done.stderr
     return next(folder.glob("*.whl"))
 
@@ -72,19 +75,11 @@ def test_reader_without_torch(wheel: Path, tmp_path: Path) -> None:
     python = environment(tmp_path / "venv", wheel, torch=False)
 
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(python), "-m", "backlight", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            check=False,
-        )
+        return run_captured([str(python), "-m", "backlight", *arguments], cwd=tmp_path)
 
-    missing = subprocess.run([str(python), "-c", "import torch"], capture_output=True, text=True, check=False)
+    missing = run_captured([str(python), "-c", "import torch"])
     assert "No module named 'torch'" in missing.stderr
-    done = subprocess.run(
-        [str(python), "-c", READING], capture_output=True, text=True, cwd=tmp_path, check=False
-    )
+    done = run_captured([str(python), "-c", READING], cwd=tmp_path)
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["read"]), done.stderr
     assert (tmp_path / "page.html").stat().st_size > 50_000
     done = call("doctor")
@@ -145,10 +140,9 @@ def demo_reports(done: subprocess.CompletedProcess[str]) -> list[Path]:
 def test_make_demo_runs_from_another_directory(wheel: Path, tmp_path: Path) -> None:
     environment(tmp_path / "venv", wheel, torch=True)
     (tmp_path / "venv" / ".demo").touch()  # installed already
-    done = subprocess.run(
-        ["make", "-C", str(ROOT), "--no-print-directory", "demo", f"VENV={tmp_path / 'venv'}"],
-        capture_output=True, text=True, cwd=tmp_path, check=False,
-    )  # fmt: skip
+    done = run_captured(
+        ["make", "-C", str(ROOT), "--no-print-directory", "demo", f"VENV={tmp_path / 'venv'}"], cwd=tmp_path
+    )
     reports = demo_reports(done)
     assert all(ROOT in report.parents for report in reports)
     for report in reports:
@@ -158,10 +152,9 @@ def test_make_demo_runs_from_another_directory(wheel: Path, tmp_path: Path) -> N
 @pytest.mark.full
 def test_demo_runs_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     python = environment(tmp_path / "venv", wheel, torch=True)
-    done = subprocess.run(
-        [str(python), "-m", "backlight", "demo", "--steps", "60", "--out", "demo"],
-        capture_output=True, text=True, cwd=tmp_path, check=False,
-    )  # fmt: skip
+    done = run_captured(
+        [str(python), "-m", "backlight", "demo", "--steps", "60", "--out", "demo"], cwd=tmp_path
+    )
     assert demo_reports(done) == [
         (tmp_path / name / "report.html").resolve() for name in ("demo", "demo-fixed")
     ]

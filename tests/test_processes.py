@@ -8,9 +8,12 @@ import subprocess
 import threading
 import time
 
+import pytest
+
 from backlight import processes
 
 
+@pytest.mark.slow
 def test_stopped_and_dead_processes_have_their_exit_status() -> None:
     child = subprocess.Popen(["sleep", "60"])
     descriptor = os.pidfd_open(child.pid)

@@ -103,6 +103,7 @@ for unit in (
 """
 
 
+@pytest.mark.slow
 def test_redaction_is_linear_in_the_length_of_an_argument() -> None:
     done = subprocess.run([sys.executable, "-c", LINEAR], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr or "its processor time of 30 s is used up"

@@ -146,6 +146,7 @@ assert found.of(()) == found.items()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "name"), [("backlight.registry", "RULES"), ("backlight.report.panel", "PANELS")]
 )
@@ -210,6 +211,7 @@ def train(path: Path) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_scalars_of_a_third_party_monitor_are_stored(
     tmp_path: Path, add_third_party: Callable[..., None]
 ) -> None:
@@ -222,6 +224,7 @@ def test_scalars_of_a_third_party_monitor_are_stored(
     assert len(run.frame("gradient", "norm").steps) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("result", "error"),
     [
@@ -250,6 +253,7 @@ def test_failing_third_party_monitor_is_disabled(
     assert error.split(":", maxsplit=1)[0] in event.payload["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", ["attach", "wants_step", "on_gradients_ready", "on_step_stored", "on_flush"])
 def test_error_in_any_hook_disables_that_monitor_only(
     tmp_path: Path, add_third_party: Callable[..., None], hook: str
@@ -264,6 +268,7 @@ def test_error_in_any_hook_disables_that_monitor_only(
     assert len(open_run(tmp_path / "run").frame("gradient", "norm").steps) == 4
 
 
+@pytest.mark.slow
 def test_third_party_monitor_that_cannot_be_built_is_skipped(
     tmp_path: Path, add_third_party: Callable[..., None]
 ) -> None:
@@ -309,6 +314,7 @@ def test_failing_plug_in_panel_is_replaced_by_a_reason(
     assert any(isinstance(result, Drawn) for result in panels.values())
 
 
+@pytest.mark.slow
 def test_forked_child_needs_no_thread_of_its_parent() -> None:
     """A thread reads the rules as the process forks; the child reads them as well."""
     program = (

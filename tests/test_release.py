@@ -80,6 +80,7 @@ def test_each_job_has_the_least_permissions_and_pinned_actions() -> None:
     assert JOBS["publish"]["environment"] == "release"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tag", "is_released"),
     [(f"v{backlight.__version__}", True), ("v99.0", False), (backlight.__version__, False)],
@@ -94,6 +95,7 @@ def test_the_tag_must_name_the_version(clone: Path, tag: str, is_released: bool)
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heading", "reason"),
     [("(unreleased)", "has no date; replace (unreleased)"), (None, "no section"), ("(2030-01-01)", "")],

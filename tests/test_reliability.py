@@ -41,6 +41,7 @@ def test_page_lists_what_the_bench_tries() -> None:
         assert row.replace("`", "").startswith(text.replace("`", ""))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.full]) for n in failures()]

@@ -40,6 +40,7 @@ def test_console_escapes_names_and_keeps_its_own_styles() -> None:
     assert text.count(r"\x1b]0;owned") == 4
 
 
+@pytest.mark.slow
 def test_there_is_no_other_way_to_the_terminal() -> None:
     """``print`` and rich's own console are used in one module; a script's exit message is Python's."""
     source = Path(backlight.__file__).parent
@@ -59,6 +60,7 @@ def hostile_run(tmp_path: Path) -> Path:
     return build_run(tmp_path / "run", name=HOSTILE, scalars=scalars, events=events).path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -98,6 +100,7 @@ def test_csv_cells_are_no_formulas() -> None:
     assert kept[:6] == row[:6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("raw", [False, True])
 def test_exported_csv(raw: bool, hostile_run: Path, command: Callable[..., tuple[int, str, str]]) -> None:
     out = hostile_run.parent / "out.csv"

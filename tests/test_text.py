@@ -32,6 +32,7 @@ def test_number_format(value: float | None, shown: str) -> None:
     assert number(value) == shown
 
 
+@pytest.mark.slow
 @given(st.floats(-1e300, 1e300))
 def test_formatted_number_is_close_to_the_value(value: float) -> None:
     assert float(number(value).replace(",", "")) == pytest.approx(value, rel=6e-4)

@@ -74,6 +74,7 @@ def test_user_code_in_a_thread_finds_it_and_leaves_no_thread() -> None:
         assert threading.enumerate() == before
 
 
+@pytest.mark.slow
 def test_thread_is_no_thread_of_a_forked_child() -> None:
     release = threading.Event()
     thread = BackgroundThread(release.wait, "backlight-test")
@@ -88,6 +89,7 @@ def test_thread_is_no_thread_of_a_forked_child() -> None:
         thread.join()
 
 
+@pytest.mark.slow
 def test_processes_of_a_thread_block_nothing() -> None:
     printed = []
     code = "print(open('/proc/self/status').read().split('SigBlk:')[1].split()[0])"
@@ -110,6 +112,7 @@ def test_executor_blocks_signals() -> None:
         assert signal.SIGTERM in pool.submit(signal.pthread_sigmask, signal.SIG_BLOCK, ()).result()
 
 
+@pytest.mark.slow
 def test_watch_adds_no_thread_that_is_listed_or_takes_signals(tmp_path: Path) -> None:
     listed = set(threading.enumerate())
     tasks = set(Path("/proc/self/task").iterdir())
@@ -151,6 +154,7 @@ def starts_threads(tree: ast.AST) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_one_module_starts_threads() -> None:
     own = {"threads.py"}
     found = {

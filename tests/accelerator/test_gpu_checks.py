@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from simulation_needs import NEEDS_SIMULATION
 
 from bare_environment import bare_environment, gpu_bench
+from processes import run_captured
 
 ROOT = Path(__file__).parents[2]
 GPU = gpu_bench()
@@ -44,10 +44,7 @@ QUICK = ("graph_capture.py",)
 )
 def test_check_holds_or_states_what_is_missing(name: str, tmp_path: Path) -> None:
     command = [f"bench/gpu_checks/{name}", "--device", "sim", "--small"]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=ROOT, env=bare_environment(tmp_path, GPU), capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_captured([sys.executable, *command], cwd=ROOT, env=bare_environment(tmp_path, GPU))
     lines = done.stdout.splitlines()
     assert lines[0] == f"expected: {GPU.describe(GPU.CHECKS / name)[1]}", done.stderr
     assert [line for line in lines if ": not run: " in line] == LEFT_OUT.get(name, [])
@@ -71,10 +68,11 @@ def test_a_rank_that_nvidia_smi_lists_twice_does_not_hold(lines: str, code: int,
     smi.chmod(0o755)
     environment = GPU.environment()
     environment["PATH"] = f"{tmp_path}{os.pathsep}{environment['PATH']}"
-    done = subprocess.run(
+    done = run_captured(
         [sys.executable, "bench/gpu_checks/device_of_threads.py", "--device", "sim", "--small"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+    )
     assert f"processes of the ranks: {len(lines.split())} (expected: 2)" in done.stdout, done.stderr
     assert done.returncode == code
 
@@ -100,7 +98,5 @@ def test_launches_are_counted_by_the_step_that_makes_them() -> None:
     """What the simulated device has no events for."""
     environment = GPU.environment()
     environment["PYTHONPATH"] = f"{GPU.CHECKS}{os.pathsep}{environment['PYTHONPATH']}"
-    done = subprocess.run(
-        [sys.executable, "-c", COUNTED], env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_captured([sys.executable, "-c", COUNTED], env=environment)
     assert done.stdout == "[(2, 0), (1, 1)]\n", done.stderr

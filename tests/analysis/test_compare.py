@@ -109,6 +109,7 @@ def test_series_are_compared_over_the_last_quarter_of_common_steps(tmp_path: Pat
     assert json.loads(json.dumps(comparison_json(found), allow_nan=False))["steps"] == [47, 59]
 
 
+@pytest.mark.slow
 def test_parameters_that_never_train_have_no_health(tmp_path: Path) -> None:
     runs = write(tmp_path / "a"), write(tmp_path / "b", untrained="head.weight")
     assert rows_of(compare(runs))["median health"] == (1.0, None)
@@ -116,6 +117,7 @@ def test_parameters_that_never_train_have_no_health(tmp_path: Path) -> None:
     assert panels["health"]["stated"].endswith("B: 1 parameter never trained and has no health: head.weight.")
 
 
+@pytest.mark.slow
 def test_learning_rates_are_named_by_their_optimizer(tmp_path: Path) -> None:
     other = changed(optimizers=("AdamW",))
     runs = write(tmp_path / "a", groups=2), write(tmp_path / "b", other, rate=0.3, groups=2)
@@ -126,6 +128,7 @@ def test_learning_rates_are_named_by_their_optimizer(tmp_path: Path) -> None:
     assert stated == "SGD, group 0: 0.1 in A; SGD, group 1: 0.05 in A, at every recorded step."
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_differs_later_is_a_sentence(tmp_path: Path) -> None:
     runs = [write(tmp_path / name, decay_from=at) for name, at in (("a", None), ("b", 20))]
     assert "Learning rate differs from step 20 on." in compare(runs).notes
@@ -145,6 +148,7 @@ def test_three_runs_have_three_columns(tmp_path: Path) -> None:
             compare(runs[:1] * amount)
 
 
+@pytest.mark.slow
 def test_value_that_is_not_finite_is_not_missing(tmp_path: Path) -> None:
     found = compare((write(tmp_path / "a"), write(tmp_path / "b", loss=float("nan"))))
     row = next(row for row in found.rows if row.name == "final loss")
@@ -153,11 +157,13 @@ def test_value_that_is_not_finite_is_not_missing(tmp_path: Path) -> None:
     assert written["rows"][0]["values"] == [pytest.approx(1.41), "NaN"]
 
 
+@pytest.mark.slow
 def test_difference_without_a_recorded_cause_is_reported(tmp_path: Path) -> None:
     found = compare((write(tmp_path / "a"), write(tmp_path / "b", loss=2.5)))
     assert any("no recorded difference explains it" in note for note in found.notes)
 
 
+@pytest.mark.slow
 def test_differing_configurations_are_listed_and_compared(tmp_path: Path) -> None:
     other = changed(
         arguments=("--lr", "0.1", "--layers", "32"), module_hash="def", device="cuda:0: H100",
@@ -176,6 +182,7 @@ def test_differing_configurations_are_listed_and_compared(tmp_path: Path) -> Non
     assert "--layers 24 against 32; modules no others against more Linear" in refusal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
@@ -202,6 +209,7 @@ def test_difference_is_refused_if_strict(tmp_path: Path, fields: dict[str, Any],
     assert re.search(f"a and .*b are not comparable: {text}", refusal(a, b))
 
 
+@pytest.mark.slow
 def test_recorded_learning_rate_is_a_difference(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a"), write(tmp_path / "b", rate=0.2)
     assert "learning rate 0.1 against 0.2" in refusal(a, b)
@@ -209,6 +217,7 @@ def test_recorded_learning_rate_is_a_difference(tmp_path: Path) -> None:
     assert "--factor --lr: it is the same in all runs" in refusal(a, a, factor="--lr")
 
 
+@pytest.mark.slow
 def test_factor_may_differ_with_its_consequences(tmp_path: Path) -> None:
     deeper = changed(arguments=("--layers", "32", "--lr", "0.1"), module_hash="def", parameter_count=48)
     a, b = write(tmp_path / "a"), write(tmp_path / "b", deeper, factor=2.0)
@@ -219,6 +228,7 @@ def test_factor_may_differ_with_its_consequences(tmp_path: Path) -> None:
     assert "--lr 0.1 against 0.2; shapes" in refusal(a, both, factor="layers")
 
 
+@pytest.mark.slow
 def test_argument_without_effect_is_reported(tmp_path: Path) -> None:
     option = changed(arguments=(*PRINT.arguments, "--option", "3"))
     found = compare((write(tmp_path / "a"), write(tmp_path / "b", option)))
@@ -227,6 +237,7 @@ def test_argument_without_effect_is_reported(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_paths_host_and_backlight_version_are_notes(tmp_path: Path) -> None:
     moved = changed(
         host="two",
@@ -238,6 +249,7 @@ def test_paths_host_and_backlight_version_are_notes(tmp_path: Path) -> None:
     assert {d.role for d in found.differences} == {Role.NOTE}
 
 
+@pytest.mark.slow
 def test_unrelated_runs_are_said_at_the_top(tmp_path: Path) -> None:
     fingerprint = changed(script="other.py", module_hash="x", modules=(("", "CNN"),))
     other = build_health_run(tmp_path / "b", {"conv.w": np.ones(60)}, name="b", fingerprint=fingerprint)
@@ -245,11 +257,13 @@ def test_unrelated_runs_are_said_at_the_top(tmp_path: Path) -> None:
     assert found.headline.startswith("Unrelated training runs: their scripts differ")
 
 
+@pytest.mark.slow
 def test_script_without_a_file_has_no_content_to_compare(tmp_path: Path) -> None:
     notebook = changed(script_hash="")
     assert compare((write(tmp_path / "a"), write(tmp_path / "b", notebook))).differences == ()
 
 
+@pytest.mark.slow
 def test_missing_fingerprint_and_steps_are_reported(tmp_path: Path) -> None:
     one, bare = write(tmp_path / "a"), write(tmp_path / "b", None)
     assert "B has no fingerprint: it took no step." in compare((one, bare)).notes
@@ -266,6 +280,7 @@ def finding(parameter: str) -> Finding:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_findings_name_their_runs(tmp_path: Path) -> None:
     def store(name: str, *monitors: str, parameters: tuple[str, ...]) -> Run:
         return build_run(tmp_path / name, name=name, monitors=monitors, findings=map(finding, parameters))

@@ -94,6 +94,7 @@ def test_texts_of_a_run_are_data(call: Call) -> None:
     assert "ignore" not in json.dumps({key: value for key, value in answer.items() if key != "recorded"})
 
 
+@pytest.mark.slow
 def test_series_has_minimum_mean_and_maximum_of_windows(call: Call) -> None:
     recorded = call("series", run="sound", points=10)["recorded"]
     loss = np.exp(-np.arange(200) / 50)
@@ -111,6 +112,7 @@ def test_numbers_that_json_lacks_are_named(call: Call) -> None:
     assert windows == [[0, "NaN", "NaN", "NaN"], [100, "Infinity", "Infinity", "Infinity"]]
 
 
+@pytest.mark.slow
 def test_compares_runs(call: Call) -> None:
     recorded = call("compare_runs", a="sound", b="many")["recorded"]
     assert recorded["steps_compared"] == [150, 199]

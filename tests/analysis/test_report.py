@@ -72,6 +72,7 @@ def test_run_without_stall_has_no_missing_evidence_section(tmp_path: Path) -> No
     assert "could not be collected" not in write_markdown(tmp_path / "run", tmp_path / "a.md").read_text()
 
 
+@pytest.mark.slow
 def test_archive_has_reports_findings_environment_and_evidence(stalled: Path, tmp_path: Path) -> None:
     with tarfile.open(write_bundle(stalled, tmp_path / "ticket.tar.gz")) as tar:
         read = {name: tar.extractfile(name).read() for name in tar.getnames()}  # type: ignore[union-attr]
@@ -90,6 +91,7 @@ def test_archive_has_reports_findings_environment_and_evidence(stalled: Path, tm
     assert not (stalled / "report.md").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -77,6 +77,7 @@ def test_findings_table_equals_current_findings(run: Run) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_only_queried_columns_are_read(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, str]] = []
     frame = Run.frame
@@ -161,6 +162,7 @@ def test_query_command(command: Command, path: Path, tmp_path: Path) -> None:
     assert "exclude one another" in command("query", path, "select 1", "--json", "--csv")[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "statement",
     [

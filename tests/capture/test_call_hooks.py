@@ -6,7 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import fx, nn, package
 
 import backlight
 from backlight.capture.call_hooks import CallHooks, _followed
+from processes import run_captured
 
 X = torch.ones(2, 4)
 
@@ -275,8 +275,6 @@ def without_backlight(directory: Path, load: str) -> str:
     """Return the shape that a loaded ``model`` gives in a process where backlight cannot be imported."""
     show = "print(model(torch.ones(2, 4)).shape)"
     code = f"import pickle, sys, torch\nsys.modules['backlight'] = None\n{load}\n{show}"
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=directory, capture_output=True, text=True, check=False
-    )
+    answer = run_captured([sys.executable, "-c", code], cwd=directory)
     assert answer.returncode == 0, answer.stderr
     return answer.stdout.strip()

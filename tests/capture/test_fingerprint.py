@@ -21,7 +21,6 @@ def warn() -> None:
     warnings.warn("an old name", FutureWarning, stacklevel=1)
 
 
-@pytest.mark.slow
 def test_warning_that_python_shows_once_stays_one(tmp_path: Path) -> None:
     model = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -44,7 +43,6 @@ def matmul() -> Iterator[Any]:
     switches.fp32_precision = before
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "recorded"), [("tf32", "tf32 on cuda"), ("ieee", "highest")])
 def test_matmul_precision_by_backend_is_recorded(
     precision: str, recorded: str, tmp_path: Path, matmul: Any

@@ -14,7 +14,6 @@ from backlight.capture.forked_child import ChildError, ForkedChild, in_child
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
 def test_answer_is_what_json_carries() -> None:
     held = [1, 2]
     assert in_child(lambda: {"sum": sum(held), "text": "x" * 200_000}, 60.0) == {
@@ -23,7 +22,6 @@ def test_answer_is_what_json_carries() -> None:
     }
 
 
-@pytest.mark.slow
 def test_failure_is_raised_with_its_reason() -> None:
     def fail() -> None:
         raise KeyError("name")
@@ -34,7 +32,6 @@ def test_failure_is_raised_with_its_reason() -> None:
         in_child(lambda: os._exit(3), 60.0)
 
 
-@pytest.mark.slow
 def test_script_has_no_child_while_it_computes() -> None:
     inlet, outlet = os.pipe()
     child = ForkedChild(lambda: len(os.read(inlet, 1)))  # until the parent writes
@@ -47,7 +44,6 @@ def test_script_has_no_child_while_it_computes() -> None:
     os.close(outlet)
 
 
-@pytest.mark.slow
 def test_child_that_takes_too_long_is_ended() -> None:
     inlet, outlet = os.pipe()
 

@@ -78,6 +78,7 @@ def test_no_forward_hooks_without_a_forward_monitor(tmp_path: Path) -> None:
     assert train(tmp_path / "run", ("grokking",))[1] == [0, 0, 0]
 
 
+@pytest.mark.slow
 def test_process_is_searched_once_for_many_optimizers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -103,6 +104,7 @@ def test_process_is_searched_once_for_many_optimizers(
     assert counted == [1, 1]
 
 
+@pytest.mark.slow
 def test_internal_forward_error_does_not_reach_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import backlight
 from backlight.capture.hooks import Patches
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
@@ -41,7 +43,6 @@ def replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         yield [one for one in found if one[2] is not None]
 
 
-@pytest.mark.slow
 def test_replaced_functions_are_found_by_pickle_and_look_as_they_were(
     replaced: list[tuple[Any, str, Any]],
 ) -> None:
@@ -58,7 +59,6 @@ def test_replaced_functions_are_found_by_pickle_and_look_as_they_were(
             assert getattr(function, attribute) == getattr(original, attribute), (name, attribute)
 
 
-@pytest.mark.slow
 def test_warnings_count_no_frame_of_a_replaced_function(replaced: list[tuple[Any, str, Any]]) -> None:
     for owner, name, original in replaced:
         function = inspect.getattr_static(owner, name)
@@ -94,7 +94,6 @@ WARNING: dict[str, Callable[[nn.Module, torch.optim.Optimizer], object]] = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("message", WARNING)
 def test_a_warning_names_the_line_of_the_script(tmp_path: Path, message: str) -> None:
     model = nn.Linear(2, 1)
@@ -114,7 +113,6 @@ def test_a_warning_names_the_line_of_the_script(tmp_path: Path, message: str) ->
     assert files[1] == files[0]
 
 
-@pytest.mark.slow
 def test_a_pool_of_processes_loads_a_file(replaced: object, tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2)}, tmp_path / "f.pt")
     with ProcessPoolExecutor(1) as pool:

@@ -48,7 +48,6 @@ def script(tmp_path: Path) -> Path:
 CHECK = ("check", "--recompute", "--steps", "20")  # the cheapest probe
 
 
-@pytest.mark.slow
 def test_findings_of_the_steps_fail_the_check(console_script: ConsoleScript, script: Path) -> None:
     done = console_script(script, *CHECK, "--json", "--fail-on", "warning", "-o", "r", "train.py", "head")
     assert done.returncode == 1, done.stderr
@@ -58,7 +57,6 @@ def test_findings_of_the_steps_fail_the_check(console_script: ConsoleScript, scr
     assert backlight.open_run(script / "r").last_step() == 19
 
 
-@pytest.mark.slow
 def test_sound_script_passes_and_leaves_nothing(console_script: ConsoleScript, script: Path) -> None:
     done = console_script(script, *CHECK, "--fail-on", "warning,any", "train.py")
     assert (done.returncode, done.stderr) == (0, "")
@@ -66,13 +64,11 @@ def test_sound_script_passes_and_leaves_nothing(console_script: ConsoleScript, s
     assert [path.name for path in script.iterdir()] == ["train.py"]
 
 
-@pytest.mark.slow
 def test_any_without_steps_is_every_probe(console_script: ConsoleScript, script: Path) -> None:
     done = console_script(script, "check", "--recompute", "--fail-on", "any", "train.py")
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.slow
 def test_failing_script_keeps_its_exit_code(console_script: ConsoleScript, script: Path) -> None:
     done = console_script(script, *CHECK, "train.py", "crash")
     assert done.returncode == 1
@@ -80,14 +76,12 @@ def test_failing_script_keeps_its_exit_code(console_script: ConsoleScript, scrip
     assert "Failed with ValueError" in done.stdout
 
 
-@pytest.mark.slow
 def test_no_step_is_not_healthy(console_script: ConsoleScript, script: Path) -> None:
     done = console_script(script, *CHECK, "--fail-on", "error", "train.py", "no-step")
     assert done.returncode == 1
     assert "no optimizer step was recorded" in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -105,7 +99,6 @@ def test_refuses(
     assert re.search(message, done.stderr)
 
 
-@pytest.mark.slow
 def test_example_workflow_runs(console_script: ConsoleScript, script: Path) -> None:
     workflow = yaml.safe_load(EXAMPLE.read_text())
     steps = workflow["jobs"]["smoke-test"]["steps"]

@@ -163,6 +163,7 @@ def test_help_texts_are_short() -> None:
                 assert len(parameter.help) <= 70, (name, parameter.name)
 
 
+@pytest.mark.slow
 def test_commands_are_grouped_in_help(command: Run) -> None:
     _, out, _ = command("--help")
     positions = [out.index(f"{panel}:\n") for panel in application.PANELS]

@@ -52,7 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-@pytest.mark.slow
 def test_only_differences_are_named_without_full(console_script: Console, folder: Path) -> None:
     done = console_script(folder, "compare", "a", "again")
     assert done.returncode == 0, done.stderr
@@ -64,7 +63,6 @@ def test_only_differences_are_named_without_full(console_script: Console, folder
     assert "final loss" in console_script(folder, "compare", "a", "again", "--full").stdout
 
 
-@pytest.mark.slow
 def test_changed_option_is_shown_side_by_side(console_script: Console, folder: Path) -> None:
     brief = console_script(folder, "compare", "a", "lr").stdout
     number = r"[\d.e-]+"
@@ -80,7 +78,6 @@ def test_changed_option_is_shown_side_by_side(console_script: Console, folder: P
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
 
 
-@pytest.mark.slow
 def test_slower_run_is_claimed_and_an_equal_one_is_not(console_script: Console, tmp_path: Path) -> None:
     for seed, (name, factor) in enumerate([("a", 1.0), ("slow", 1.3), ("equal", 1.0)]):
         phases = {"backward": 0.02 * factor, "optimizer": 0.005}
@@ -101,7 +98,6 @@ def test_slower_run_is_claimed_and_an_equal_one_is_not(console_script: Console, 
     assert max(map(len, many)) <= 80
 
 
-@pytest.mark.slow
 def test_edited_script_is_named(console_script: Console, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     for momentum in (0, 0.9):
@@ -114,7 +110,6 @@ def test_edited_script_is_named(console_script: Console, tmp_path: Path) -> None
     assert ["SGD.momentum", "0", "0.9"] in [line.split() for line in tables.splitlines()]
 
 
-@pytest.mark.slow
 def test_finding_of_one_run_is_named(console_script: Console, folder: Path) -> None:
     written = json.loads(console_script(folder, "compare", "a", "frozen", "lr", "--json").stdout)
     assert [row["letter"] for row in written["runs"]] == ["A", "B", "C"]
@@ -129,7 +124,6 @@ def test_finding_of_one_run_is_named(console_script: Console, folder: Path) -> N
     assert "B   warning   `last.weight` and `last.bias` are not in any optimizer" in printed
 
 
-@pytest.mark.slow
 def test_page_has_the_tables_and_the_curves_of_all_runs(
     console_script: Console, folder: Path, tmp_path: Path
 ) -> None:
@@ -153,7 +147,6 @@ def test_page_has_the_tables_and_the_curves_of_all_runs(
     assert [line["label"] for line in panels["Loss"]["charts"][0]["lines"]] == ["A a", "B lr", "C frozen"]
 
 
-@pytest.mark.slow
 def test_strict_refuses_in_one_line(console_script: Console, folder: Path) -> None:
     done = console_script(folder, "compare", "a", "lr", "--strict")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -161,7 +154,6 @@ def test_strict_refuses_in_one_line(console_script: Console, folder: Path) -> No
     assert console_script(folder, "compare", "a", "lr", "--strict", "--factor", "lr").returncode == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -72,6 +72,7 @@ def test_gram_equals_the_products_of_single_gradients(
         np.testing.assert_allclose(sum(np.array(block) for block in file["block"].values()), A @ A.T)
 
 
+@pytest.mark.slow
 def test_table_fits_80_columns_and_rows_limits_it(
     recipe: Path, command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

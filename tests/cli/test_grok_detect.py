@@ -14,6 +14,8 @@ from backlight.store.read.run import open_run
 from grokking_runs import Grok, write_grokking_run
 from run_builder import build_run
 
+pytestmark = pytest.mark.slow
+
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -27,7 +29,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_detect_prints_verdict_times_conditions_and_control(command: Command, runs: Path) -> None:
     code, out, errors = command("grok", "detect", runs / "oracle")
     assert (code, errors) == (0, "")
@@ -43,7 +44,6 @@ def test_detect_prints_verdict_times_conditions_and_control(command: Command, ru
         assert words in out, words
 
 
-@pytest.mark.slow
 def test_detect_is_readable_in_80_columns(
     command: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,7 +58,6 @@ def test_detect_is_readable_in_80_columns(
     assert all(line.split()[0].strip("_/") and len(line.split()) >= 4 for line in table), table
 
 
-@pytest.mark.slow
 def test_detect_as_json_has_everything(command: Command, runs: Path) -> None:
     code, out, _ = command("grok", "detect", runs / "oracle", runs / "control", "--json")
     first, second = json.loads(out)
@@ -71,7 +70,6 @@ def test_detect_as_json_has_everything(command: Command, runs: Path) -> None:
     assert second["facts"]["control"] == "random-labels"
 
 
-@pytest.mark.slow
 def test_detect_evaluates_the_other_runs_after_an_error(command: Command, runs: Path) -> None:
     code, out, errors = command("grok", "detect", runs / "bare", runs / "control")
     assert code == 2
@@ -81,14 +79,12 @@ def test_detect_evaluates_the_other_runs_after_an_error(command: Command, runs: 
     assert errors.count("\n") == 1
 
 
-@pytest.mark.slow
 def test_detect_takes_chance_and_test_size(command: Command, refused: Callable[..., str], runs: Path) -> None:
     out = command("grok", "detect", runs / "oracle", "--test-size", 8, "--json")[1]
     assert json.loads(out)[0]["verdict"] == "insufficient-data"
     assert "0 <= chance < 1; got 2.0" in refused("grok", "detect", runs / "oracle", "--chance", 2)
 
 
-@pytest.mark.slow
 def test_compare_overlays_runs(command: Command, runs: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, out, errors = command(
@@ -103,7 +99,6 @@ def test_compare_overlays_runs(command: Command, runs: Path, tmp_path: Path) -> 
     assert "steps after generalisation" in text
 
 
-@pytest.mark.slow
 def test_compare_prints_whole_numbers_at_eighty_columns(
     command: Command, runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,7 +115,6 @@ def test_compare_prints_whole_numbers_at_eighty_columns(
         float(cell.replace(",", ""))  # raises where a number was cut or broken
 
 
-@pytest.mark.slow
 def test_detect_without_a_control_has_no_control_column(command: Command, runs: Path, tmp_path: Path) -> None:
     shutil.copytree(runs / "oracle", tmp_path / "copy")
     output = command("grok", "detect", tmp_path / "copy")[1]
@@ -142,7 +136,6 @@ def test_aligned_runs_generalise_at_step_zero(runs: Path) -> None:
     assert plain.measures["test_accuracy"]["oracle"][0][0] == 0
 
 
-@pytest.mark.slow
 def test_compare_as_json_contains_the_curves(command: Command, runs: Path) -> None:
     out = command("compare", runs / "oracle", runs / "late", "--measure", "test_", "--json")[1]
     result = json.loads(out)
@@ -166,7 +159,6 @@ def test_compare_refuses_in_one_line(
     assert words in refused("compare", *paths)
 
 
-@pytest.mark.slow
 def test_markup_in_a_run_is_printed_as_text(command: Command, tmp_path: Path) -> None:
     for name in ("one", "two"):
         stated = {"experiment": "[red]x[/nope]\x1b[31m", "control": "", "chance": 0.1}
@@ -189,7 +181,6 @@ def test_directories_of_the_same_name_get_distinct_labels(runs: Path, tmp_path: 
     assert set(overlaid.runs) == {"oracle", "oracle (2)"}
 
 
-@pytest.mark.slow
 def test_report_writes_plots(command: Command, runs: Path, tmp_path: Path) -> None:
     code, out, _ = command(
         "report", runs / "bare", "--out", tmp_path / "page.html", "--plots", tmp_path / "plots"

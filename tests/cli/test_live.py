@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from processes import run_captured
+
 pytestmark = pytest.mark.slow
 
 WITHOUT_TORCH = (
@@ -36,19 +38,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return growing.path
 
 
-@pytest.mark.slow
 def test_top_once_prints_one_frame_without_torch_and_server(run: Path) -> None:
     program = f"import sys; sys.modules['uvicorn'] = None; {WITHOUT_TORCH}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, "top", "--once", str(run)],
-        capture_output=True, text=True, check=False, timeout=60,
-    )  # fmt: skip
+    done = run_captured([sys.executable, "-c", program, "top", "--once", str(run)], timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "● finished" in done.stdout
     assert "non finite" in done.stdout
 
 
-@pytest.mark.slow
 def test_q_restores_the_terminal_and_prints_the_last_frame(tmp_path: Path) -> None:
     pty = pytest.importorskip("pty")
     folder = tmp_path / "run"
@@ -86,7 +83,6 @@ def read_until(terminal: int, expected: bytes) -> bytes:
     return output
 
 
-@pytest.mark.slow
 def test_page_is_served_until_interrupted(run: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", WITHOUT_TORCH, "open", "--no-browser", str(run)],
@@ -121,7 +117,6 @@ def test_page_is_served_until_interrupted(run: Path) -> None:
         process.communicate()
 
 
-@pytest.mark.slow
 def test_missing_run_and_taken_port_are_refused_in_one_line(
     run: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
@@ -139,7 +134,6 @@ def test_missing_run_and_taken_port_are_refused_in_one_line(
     assert "--port" in errors
 
 
-@pytest.mark.slow
 def test_open_waits_for_a_run_that_has_not_started(run: Path, tmp_path: Path) -> None:
     later = tmp_path / "later"
     for arguments, line in (

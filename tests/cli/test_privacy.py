@@ -14,6 +14,7 @@ import pytest
 
 from backlight.analysis.mcp_server import build_server
 from fake_secrets import catalogue
+from processes import run_captured
 
 pytestmark = pytest.mark.slow
 
@@ -31,10 +32,7 @@ if "--fail" in sys.argv:
 
 
 def backlight(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "backlight", *map(str, arguments)],
-        cwd=cwd, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    return run_captured([sys.executable, "-m", "backlight", *map(str, arguments)], cwd=cwd)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_no_file_of_a_run_holds_a_secret(folder: Path) -> None:
     for kind, file in (("html", "page.html"), ("md", "page.md")):
         assert backlight("report", "r", "--format", kind, "--out", file, cwd=folder).returncode == 0
@@ -64,7 +61,6 @@ def test_no_file_of_a_run_holds_a_secret(folder: Path) -> None:
         assert b"0.5" in data
 
 
-@pytest.mark.slow
 def test_no_secret_of_the_catalogue_can_be_read_anywhere(folder: Path, tmp_path: Path) -> None:
     fakes = catalogue()
     arguments = [argument for fake in fakes for argument in fake.arguments]
@@ -99,7 +95,6 @@ async def answered(runs: Path, tool: str, arguments: dict[str, Any]) -> str:
         return str(await client.call_tool(tool, arguments))
 
 
-@pytest.mark.slow
 def test_run_directory_is_for_its_owner_unless_shared(folder: Path) -> None:
     assert (folder / "r").stat().st_mode & 0o777 == 0o700
     done = backlight("run", "--share", "--out", "below/shared", "train.py", "--fail", cwd=folder)
@@ -111,17 +106,13 @@ def test_run_directory_is_for_its_owner_unless_shared(folder: Path) -> None:
     assert b"sesame" not in (folder / "below/shared/attempt-000/rank-00000.db").read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to act as another user")
 def test_another_user_cannot_read_a_run(folder: Path) -> None:
     code = "import os, sys; os.setgid(65534); os.setuid(65534); os.listdir(sys.argv[1])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(folder / "r")], capture_output=True, text=True, check=False
-    )
+    done = run_captured([sys.executable, "-c", code, str(folder / "r")])
     assert "PermissionError" in done.stderr
 
 
-@pytest.mark.slow
 def test_refused_pattern(folder: Path) -> None:
     done = backlight("run", "--redact", "(", "train.py", cwd=folder)
     assert done.returncode == 2

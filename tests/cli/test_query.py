@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 Command = Callable[..., tuple[int, str, str]]
 Printed = Callable[[str], list[str]]
 
@@ -32,7 +34,6 @@ def test_few_columns_are_printed_as_a_table(printed: Printed) -> None:
     assert lines == ["step  name", "   0  x", "   1  x"]
 
 
-@pytest.mark.slow
 def test_long_column_is_folded(printed: Printed) -> None:
     lines = printed("select rule, severity, detail from findings")
     assert lines[0].split() == ["rule", "severity", "detail"]
@@ -41,7 +42,6 @@ def test_long_column_is_folded(printed: Printed) -> None:
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.slow
 def test_wide_rows_are_printed_as_lists(printed: Printed) -> None:
     lines = printed("select * from findings")
     assert lines[0].split() == ["rule", "non_finite"]
@@ -50,7 +50,6 @@ def test_wide_rows_are_printed_as_lists(printed: Printed) -> None:
     assert max(map(len, lines)) <= 80
 
 
-@pytest.mark.slow
 def test_times_keep_their_digits_and_no_rows_is_reported(printed: Printed) -> None:
     _, row = printed("select 1795251857.409::double as at, 0.123456789::double as x")
     assert row.split() == ["1795251857.409", "0.123457"]

@@ -61,7 +61,6 @@ def recorded(folder: Path, run_of_train: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_run_is_refused_without_resume_before_the_script_begins(
     recorded: Path, command: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,7 +82,6 @@ def test_a_run_is_refused_without_resume_before_the_script_begins(
     assert content(recorded) == before
 
 
-@pytest.mark.slow
 def test_resume_adds_an_attempt(recorded: Path, console_script: Console) -> None:
     done = console_script(recorded, "run", "-o", "runs/x", "--resume", "train.py", "--steps", "2")
     assert (done.returncode, done.stdout) == (0, "begun\ntrained 2\n")
@@ -139,7 +137,6 @@ def test_a_script_that_never_trains_leaves_no_run(
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
-@pytest.mark.slow
 def test_a_resumed_script_that_never_trains_leaves_the_run_as_it_was(
     recorded: Path, console_script: Console
 ) -> None:
@@ -155,7 +152,6 @@ def test_a_diagnosis_that_fails_leaves_no_run(name: str, folder: Path, console_s
     assert [path.name for path in folder.iterdir()] == ["train.py"]
 
 
-@pytest.mark.slow
 def test_scripts_that_start_at_once_get_a_directory_each(folder: Path) -> None:
     starts = [
         subprocess.Popen(
@@ -174,7 +170,6 @@ def test_scripts_that_start_at_once_get_a_directory_each(folder: Path) -> None:
     assert all(len(run.attempts) == 1 for run in runs)
 
 
-@pytest.mark.slow
 def test_torchrun_with_one_rank_restarts_into_its_run(folder: Path) -> None:
     (folder / "train.py").write_text(
         TRAIN + "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n    raise SystemExit(3)\n"

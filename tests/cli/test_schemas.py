@@ -35,6 +35,7 @@ def loss(model, batch):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ANSWERS))
 def test_stored_schema_is_the_generated_one(name: str) -> None:
     schema = schema_of(name)
@@ -48,6 +49,7 @@ def test_there_is_no_schema_of_another_command() -> None:
     assert {path.name for path in FOLDER.iterdir()} == set(map(file_name, ANSWERS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(ANSWERS.keys() - {"query"}))
 def test_an_answer_of_another_shape_is_refused(name: str) -> None:
     for answer in ({}, [{}]):
@@ -102,6 +104,7 @@ def test_answers_name_the_numbers_that_json_lacks(
     assert strict_loads(payload) == {"scale": "Infinity"}
 
 
+@pytest.mark.slow
 def test_documents_of_a_bundle_are_strict_json(diverged: Path, tmp_path: Path) -> None:
     with tarfile.open(write_bundle(diverged, tmp_path / "run.tar.gz")) as bundle:
         documents = [member for member in bundle.getmembers() if member.name.endswith(".json")]

@@ -63,7 +63,6 @@ def test_a_module_of_the_working_directory_is_found(name: str, console_script: C
         assert "trained with 0.2\n" in done.stdout
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "message"),
     [
@@ -81,7 +80,6 @@ def test_a_missing_module_is_refused(
     assert not (folder / "runs").exists()
 
 
-@pytest.mark.slow
 def test_an_import_error_inside_a_module_is_shown_as_by_python(console_script: Console, folder: Path) -> None:
     done = console_script(folder, "run", "-m", "mine.broken")
     assert done.returncode == 1
@@ -89,7 +87,6 @@ def test_an_import_error_inside_a_module_is_shown_as_by_python(console_script: C
     assert "ModuleNotFoundError: No module named 'not_installed_anywhere'\n" in done.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["run", "nan"])
 def test_an_option_of_the_script_before_its_name_is_explained(
     name: str, console_script: Console, folder: Path
@@ -120,7 +117,6 @@ def test_an_option_of_backlight_that_the_script_refuses_is_explained(
     ) in done.stderr
 
 
-@pytest.mark.slow
 def test_a_fail_on_that_the_script_ignores_is_explained(console_script: Console, folder: Path) -> None:
     (folder / "train.py").write_text(TRAIN.replace("parse_args()", "parse_args([])"))
     done = console_script(folder, "check", "train.py", "--steps", "2", "--fail-on", "error")
@@ -131,12 +127,10 @@ def test_a_fail_on_that_the_script_ignores_is_explained(console_script: Console,
     ) in done.stderr
 
 
-@pytest.mark.slow
 def test_an_option_unknown_to_both_gets_no_hint(console_script: Console, folder: Path) -> None:
     assert "came after" not in console_script(folder, "run", "train.py", "--colour", "3").stderr
 
 
-@pytest.mark.slow
 def test_samples_of_a_requested_step(console_script: Console, folder: Path) -> None:
     done = console_script(folder, "run", "--out", "first", "--decompose", "2", "train.py")
     assert done.returncode == 0, done.stderr

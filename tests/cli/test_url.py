@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 fsspec: Any = pytest.importorskip("fsspec")
 
 Command = Callable[..., tuple[int, str, str]]
@@ -36,7 +38,6 @@ def test_a_url_is_answered_as_the_directory(url: str, run_with_nan: Path, comman
         assert here[1]
 
 
-@pytest.mark.slow
 def test_report_export_and_compare_take_a_url(
     url: str, run_with_nan: Path, command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,7 +70,6 @@ def test_what_changes_a_run_refuses_a_url(url: str, refused: Callable[..., str])
     assert f"{url}: only a run on this machine can be changed" in refused("join", "runs/first", url)
 
 
-@pytest.mark.slow
 def test_errors_name_the_url(url: str, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     fsspec.filesystem("memory").pipe("/bucket/runs/bad/manifest.json", b"{")
     assert "memory://bucket/runs/bad/manifest.json: is not valid JSON" in refused(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from processes import run_captured
 
 SCRIPT = """
 import os, signal, sqlite3, sys, threading, time
@@ -62,9 +63,6 @@ print(number + 1, "forks,", stuck, "stuck")
 )
 def test_no_child_is_stuck_in_sqlite(forks: int, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "train.py", str(forks)],
-        cwd=tmp_path, capture_output=True, text=True, timeout=3000, check=False,
-    )  # fmt: skip
+    done = run_captured([sys.executable, "train.py", str(forks)], cwd=tmp_path, timeout=3000)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{forks} forks, 0 stuck\n"

@@ -56,8 +56,17 @@ print(sorted(seen.items()), sum(p.sum().item() for p in model.parameters()))
 """
 
 
-@pytest.mark.parametrize("kind", ["dispatch", "function", "subclass"])
-@pytest.mark.parametrize("options", [("--every", "1"), ("--set", "health.per_backward=true")], ids=" ".join)
+EVERY, PER_BACKWARD = ("--every", "1"), ("--set", "health.per_backward=true")
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("dispatch", EVERY), ("function", EVERY), ("subclass", PER_BACKWARD),
+        *(pytest.param(kind, PER_BACKWARD, marks=pytest.mark.full) for kind in ("dispatch", "function")),
+        pytest.param("subclass", EVERY, marks=pytest.mark.full),
+    ],
+)  # fmt: skip
 def test_modes_see_what_they_see_without_backlight(
     kind: str, options: tuple[str, ...], tmp_path: Path, console_script: Console
 ) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from processes import run_captured
 
 PRELUDE = """
 import atexit, contextlib, gc, os, sys, weakref
@@ -361,11 +362,7 @@ def ran(
     """Return exit code, output, files and errors of a script."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(source)
-    done = subprocess.run(
-        [*command, "train.py"],
-        cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
+    done = run_captured([*command, "train.py"], cwd=folder, env={**os.environ, **environment}, timeout=200)
     files = {file.name: file.read_bytes() for file in folder.glob("*.txt")}
     return done.returncode, done.stdout, files, done.stderr
 

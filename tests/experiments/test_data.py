@@ -179,6 +179,7 @@ def test_targets_are_those_of_teacher():
     assert split.train_inputs.shape == (15, 20)
 
 
+@pytest.mark.slow
 def test_digits_replace_images_and_are_disjoint():
     pytest.importorskip("sklearn")
     split = image_split("", 100, 50, seed=0)

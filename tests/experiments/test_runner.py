@@ -101,6 +101,7 @@ def test_run_holds_status_facts_and_series(whole: Path, reports: list[Progress])
     assert reports[-1].values["train_accuracy"] == 1.0
 
 
+@pytest.mark.slow
 def test_stored_gradients_equal_those_of_training(whole: Path) -> None:
     task = runner.build(configuration())
     torch.manual_seed(0)
@@ -119,6 +120,7 @@ def test_stored_gradients_equal_those_of_training(whole: Path) -> None:
         task.optimizer.step()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "signal_number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
 )
@@ -161,6 +163,7 @@ def test_run_without_measures_trains_same_and_can_be_extended(whole: Path, tmp_p
         assert np.array_equal(a.scalar(name, "user").values, b.scalar(name, "user").values)
 
 
+@pytest.mark.slow
 def test_refusals_change_no_file(whole: Path, tmp_path: Path) -> None:
     before = sorted(whole.rglob("*"))
     with pytest.raises(ConfigurationError, match=r"another configuration: training.lr is 0.01, was 0.005"):

@@ -143,6 +143,7 @@ def test_wang_is_optimized_as_in_released_code():
     assert gradient_norm(task.model) == pytest.approx(1e-9, rel=1e-2)
 
 
+@pytest.mark.slow
 def test_power_clips_in_its_preset_and_not_as_published():
     experiment = EXPERIMENTS["power"]
     assert (experiment.settings.training.clip, experiment.ci.training.clip) == (0.0, 3.0)
@@ -306,6 +307,7 @@ def closed_form(difference, samples, lr, step):
     return difference @ (vectors * factor) @ vectors.T
 
 
+@pytest.mark.slow
 def test_levi_follows_its_closed_form():
     data = levi.Data(inputs=30, outputs=2, train_size=40, test_size=10)
     task = built("levi", Settings(data, levi.Model(), levi.Training(lr=0.2, tolerance=1e-3)))

@@ -8,7 +8,6 @@ import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import traceback
 import warnings
@@ -18,6 +17,7 @@ from typing import NoReturn
 import pytest
 
 from fuzz.targets import TARGETS, answer, write_seeds
+from processes import run_captured
 
 TIMEOUT_S = 5.0
 """CPU time of one input."""
@@ -108,12 +108,7 @@ def test_console_script(number: int, seeds: Path, tmp_path: Path) -> None:
     path = tmp_path / target.seed
     shutil.copytree(seeds / target.seed, path)
     target.mutate(path, random.Random(number))
-    done = subprocess.run(
-        [sys.executable, "-m", "backlight", "findings", str(path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_captured([sys.executable, "-m", "backlight", "findings", str(path)])
     assert done.returncode in {0, 2}, done.stderr
     assert "Traceback" not in done.stderr
     assert done.returncode == 0 or len(done.stderr.splitlines()) == 1

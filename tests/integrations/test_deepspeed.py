@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from backlight.findings.evaluate import findings_of
 from backlight.records import Severity
 from backlight.store.read.spectra import left_out
 from integrations.torchrun import environment, start
+from processes import run_captured
 
 STAGES = (0, 1, 2, 3)
 SERIES = (
@@ -197,13 +197,10 @@ def test_backlight_run_watches_an_unchanged_script(runs: Path, tmp_path: Path, s
     script = Path(__file__).with_name("deepspeed_loop.py")
     name, out = f"zero{stage}-plain", tmp_path / "run"
     run = ("-m", "backlight", "run", "--every", "1", "--out", str(out), str(script), str(tmp_path), name)
-    done = subprocess.run(
+    done = run_captured(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *run],
         env=environment(),
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     compare(backlight.open_run(out), backlight.open_run(runs / "ddp"), 2e-6)

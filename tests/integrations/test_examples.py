@@ -13,6 +13,7 @@ import backlight
 from backlight.findings.evaluate import findings_of
 from backlight.launch.subprocess import run_in_own_session
 from integrations.torchrun import environment
+from processes import run_captured
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -27,13 +28,10 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
     ],
 )
 def test_example(tmp_path: Path, script: str, arguments: tuple[str, ...], steps: int) -> None:
-    done = subprocess.run(
+    done = run_captured(
         [sys.executable, str(EXAMPLES / script), "--out", str(tmp_path / "run"), *arguments],
         env=environment(),
-        capture_output=True,
-        text=True,
         timeout=240,
-        check=False,
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -49,10 +47,11 @@ def test_example(tmp_path: Path, script: str, arguments: tuple[str, ...], steps:
 @pytest.mark.full
 @pytest.mark.parametrize("trained", ["all", "body"])
 def test_tests_of_the_ci_example(tmp_path: Path, trained: str) -> None:
-    done = subprocess.run(
+    done = run_captured(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(EXAMPLES / "ci")],
-        env={**environment(), "TRAINED": trained}, capture_output=True, text=True, check=False, cwd=tmp_path,
-    )  # fmt: skip
+        env={**environment(), "TRAINED": trained},
+        cwd=tmp_path,
+    )
     expected = {"all": "2 passed", "body": "2 failed"}[trained]
     assert expected in done.stdout, done.stdout
     assert done.stdout.count("`2.weight` and `2.bias` are not in any optimizer") >= 2 * (trained == "body")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 
 import backlight
 from backlight.integrations.hosted import Hosted, HostedCallback
+from processes import run_captured
 
 
 def hosted(run: Path | None, **more: Any) -> Hosted:
@@ -133,9 +133,7 @@ model(torch.ones(1, 2)).sum().backward()
 optimizer.step()
 raise ValueError("injected")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run_captured([sys.executable, "-c", program], timeout=120)
     assert done.returncode == 1
     assert "injected" in done.stderr
     run = backlight.open_run(tmp_path / "run")

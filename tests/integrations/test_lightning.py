@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 import backlight
 from integrations.torchrun import environment
+from processes import run_captured
 
 pytestmark = [
     # Warnings of Lightning's imports and of its use of torch, each matched by its text.
@@ -224,13 +224,8 @@ def test_ddp_on_two_ranks_writes_one_run_with_one_summary(tmp_path: Path) -> Non
     script = Path(__file__).parent / "lit_ddp.py"
     results = {}
     for mode in ("plain", "watched"):
-        done = subprocess.run(
-            [sys.executable, str(script), str(tmp_path), mode],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
+        done = run_captured(
+            [sys.executable, str(script), str(tmp_path), mode], env=environment(), timeout=200
         )
         assert done.returncode == 0, done.stderr[-3000:]
         results[mode] = [(tmp_path / mode / f"digest-{rank}").read_text() for rank in range(2)]
@@ -278,13 +273,6 @@ trainer = L.Trainer(max_epochs=1, accelerator="cpu", callbacks=[callback], **qui
 trainer.fit(Model(), DataLoader(TensorDataset(torch.randn(32, 4)), 8))
 assert issubclass(BacklightCallback, L.Callback) and "lightning.pytorch" not in sys.modules
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = run_captured([sys.executable, "-c", program], env=environment(), timeout=200)
     assert done.returncode == 0, done.stderr[-3000:]
     assert backlight.open_run(tmp_path / "run").last_step() == 3

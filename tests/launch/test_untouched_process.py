@@ -13,6 +13,7 @@ import pytest
 
 from backlight.records import RunStatus
 from backlight.store.read.run import open_run
+from processes import run_captured
 
 Console = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -104,9 +105,7 @@ print(watch.is_recorded, loaded)
 
 
 def test_watch_and_printed_findings_leave_the_generators(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WATCH], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
+    done = run_captured([sys.executable, "-c", WATCH], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     plain, watched, last = done.stdout.splitlines()
     assert watched == plain

@@ -31,6 +31,7 @@ def test_value_and_jackknife_equal_those_of_the_gradients_themselves() -> None:
     assert found.share_interval == pytest.approx((share(G) - error, share(G) + error), rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("R", [5, 8, 32])
 @pytest.mark.parametrize(("dim", "share"), [(20, 0.5), (20, 0.1), (500, 0.3), (500, 0.05)])
 def test_interval_covers_truth(R: int, dim: int, share: float) -> None:

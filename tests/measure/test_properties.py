@@ -13,6 +13,8 @@ from backlight.measure.stats.kernels import root_sum_squares
 from backlight.measure.stats.statistics import statistics
 from backlight.series import HISTOGRAM_BINS
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -35,7 +37,6 @@ def test_any_values_against_oracle(lists, check):
     check(statistics(tensors, tier="eager"), tensors)
 
 
-@pytest.mark.slow
 @SETTINGS
 @given(values=st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=40))
 def test_any_doubles_against_oracle(values, check):
@@ -46,7 +47,6 @@ def test_any_doubles_against_oracle(values, check):
     check(statistics(tensors), tensors)
 
 
-@pytest.mark.slow
 @SETTINGS
 @given(st.lists(EXTREME, min_size=1, max_size=30), st.integers(-60, 60))
 def test_scaling_by_power_of_two_scales_every_number_exactly(values, exponent):
@@ -56,7 +56,6 @@ def test_scaling_by_power_of_two_scales_every_number_exactly(values, exponent):
     np.testing.assert_array_equal(after[1], before[1])
 
 
-@pytest.mark.slow
 @SETTINGS
 @given(st.lists(ANY, max_size=60), st.randoms(use_true_random=False))
 def test_order_of_values_does_not_matter(values, random):
@@ -68,7 +67,6 @@ def test_order_of_values_does_not_matter(values, random):
     np.testing.assert_allclose(one[0][:, 0], other[0][:, 0], rtol=1e-14)
 
 
-@pytest.mark.slow
 @SETTINGS
 @given(st.lists(ANY, max_size=60), st.integers(0, 60))
 def test_tensor_is_sum_of_its_parts(values, cut):
@@ -79,7 +77,6 @@ def test_tensor_is_sum_of_its_parts(values, cut):
     np.testing.assert_array_equal(parts[:, 1].max(), floats[0, 1])
 
 
-@pytest.mark.slow
 @SETTINGS
 @given(st.lists(st.tuples(DTYPES, st.integers(0, 400)), max_size=8))
 def test_mixed_types_are_measured_as_each_alone(kinds):
@@ -91,7 +88,6 @@ def test_mixed_types_are_measured_as_each_alone(kinds):
         np.testing.assert_array_equal(together[1][row], alone[1][0])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", ["host", "device"])
 def test_huge_and_tiny_lists_of_mixed_types(path, check, request):
     if path == "device":
@@ -104,7 +100,6 @@ def test_huge_and_tiny_lists_of_mixed_types(path, check, request):
     check(statistics(tensors, tier="eager"), tensors)
 
 
-@pytest.mark.slow
 @SETTINGS
 @given(st.lists(ANY, max_size=60))
 def test_histogram_holds_every_finite_value_but_zero(values):

@@ -172,6 +172,7 @@ def test_every_panel_is_drawn_and_controls_are_labelled(show: Open, page: Path, 
     assert shown == [number(float(value)) for value in values]
 
 
+@pytest.mark.slow
 def test_heat_map_distinguishes_values_zeros_gaps_and_nan(show: Open, page: Path) -> None:
     driver = show(page)
     pixels = cells(driver)
@@ -183,6 +184,7 @@ def test_heat_map_distinguishes_values_zeros_gaps_and_nan(show: Open, page: Path
     assert {"not measured", "exactly zero", "NaN or Inf"} <= set(legend.splitlines())
 
 
+@pytest.mark.slow
 def test_heat_map_separates_the_blocks_of_the_model(show: Open, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=20, blocks=3))
     driver = show(write_report(run, [], tmp_path / "report.html"))
@@ -195,6 +197,7 @@ def test_heat_map_separates_the_blocks_of_the_model(show: Open, tmp_path: Path) 
     assert int((np.diff(empty[6 : 6 + 13 * len(names)]) > 0).sum()) == len(blocks) - 1
 
 
+@pytest.mark.slow
 def test_heat_map_changes_with_the_column(show: Open, page: Path) -> None:
     driver = show(page)
     before = picture(driver)
@@ -206,6 +209,7 @@ def test_heat_map_changes_with_the_column(show: Open, page: Path) -> None:
         before = picture(driver)
 
 
+@pytest.mark.slow
 def test_click_on_a_finding_shows_its_evidence(show: Open, page: Path) -> None:
     driver = show(page)
     section = driver.find_element(By.ID, "panel-parameters")
@@ -254,6 +258,7 @@ def test_card_has_a_sparkline_and_the_snippet_of_its_fix(show: Open, tmp_path: P
     wait(driver, lambda d: text_of(d, ".finding .page h4") == "Symptom")
 
 
+@pytest.mark.slow
 def test_tooltip_has_the_recorded_value(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     canvas = driver.find_element(By.CSS_SELECTOR, "#heat-map .grid-over")
@@ -282,6 +287,7 @@ def test_small_run_shows_six_digits(show: Open, tmp_path: Path) -> None:
     assert tip.splitlines()[-1] == number(float(run.frame("gradient", "rms").values[7, 4]), 6)
 
 
+@pytest.mark.slow
 def test_search_filters_map_and_table(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     search = driver.find_element(By.ID, "search")
@@ -303,6 +309,7 @@ def test_search_filters_map_and_table(show: Open, page: Path, run: Run) -> None:
     wait(driver, lambda d: d.find_element(By.CSS_SELECTOR, "#roster tbody th").text == "embed.weight")
 
 
+@pytest.mark.slow
 def test_table_sorts_unmeasured_last(show: Open, page: Path) -> None:
     driver = show(page)
     head = next(h for h in driver.find_elements(By.CSS_SELECTOR, "#roster thead th") if "median" in h.text)
@@ -318,6 +325,7 @@ def test_table_sorts_unmeasured_last(show: Open, page: Path) -> None:
         assert values == sorted(values, reverse=direction == "descending")
 
 
+@pytest.mark.slow
 def test_drag_zooms_every_chart(show: Open, page: Path) -> None:
     driver = show(page)
     over = driver.find_element(By.CSS_SELECTOR, "#panel-total_norm .u-over")
@@ -334,6 +342,7 @@ def test_drag_zooms_every_chart(show: Open, page: Path) -> None:
     assert picture(driver) == map_before
 
 
+@pytest.mark.slow
 def test_findings_are_marked_on_every_step_axis(show: Open, page: Path) -> None:
     driver = show(page)
     without = driver.execute_script(
@@ -347,6 +356,7 @@ def test_findings_are_marked_on_every_step_axis(show: Open, page: Path) -> None:
     assert share_of(cells(driver, "#heat-map .grid-over"), reddish) > 0
 
 
+@pytest.mark.slow
 def test_loss_is_smoothed_and_its_axis_switched_by_keyboard(show: Open, page: Path) -> None:
     driver = show(page)
     log, smooth = driver.find_elements(By.CSS_SELECTOR, "#panel-loss .switches input")
@@ -411,6 +421,7 @@ def test_theme_follows_system_and_button_with_contrast(
     assert driver.find_element(By.CSS_SELECTOR, ".theme").text == "Dark"
 
 
+@pytest.mark.slow
 def test_everything_is_reached_by_tab_with_a_visible_focus(show: Open, page: Path) -> None:
     driver = show(page)
     unfold(driver)
@@ -434,6 +445,7 @@ def test_everything_is_reached_by_tab_with_a_visible_focus(show: Open, page: Pat
     assert driver.execute_script(f"return {unseen}") == []
 
 
+@pytest.mark.slow
 def test_narrow_screen_scrolls_vertically_only(show: Open, browser: webdriver.Chrome, page: Path) -> None:
     phone = {"width": 390, "height": 800, "deviceScaleFactor": 2, "mobile": True}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", phone)
@@ -471,6 +483,7 @@ def test_hostile_names_are_text(show: Open, tmp_path: Path) -> None:
     assert driver.find_elements(By.TAG_NAME, "img") == []
 
 
+@pytest.mark.slow
 def test_policy_blocks_an_injected_script(show: Open, tmp_path: Path, run: Run) -> None:
     target = write_report(run, [], tmp_path / "report.html")
     text = target.read_text().replace("</body>", "<script>document.title = 'owned'</script></body>")
@@ -481,6 +494,7 @@ def test_policy_blocks_an_injected_script(show: Open, tmp_path: Path, run: Run) 
     assert "Content Security Policy" in message["message"]
 
 
+@pytest.mark.slow
 def test_empty_run_has_no_empty_chart(show: Open, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=5, gradients=False, updates=False))
     driver = show(write_report(run, [], tmp_path / "report.html"))
@@ -492,6 +506,7 @@ def test_empty_run_has_no_empty_chart(show: Open, tmp_path: Path) -> None:
     assert len(charts) == 2
 
 
+@pytest.mark.slow
 def test_failed_panel_shows_its_error(
     show: Open, tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -521,6 +536,7 @@ def test_many_findings_of_one_rule_are_folded(show: Open, tmp_path: Path, run: R
     assert len(driver.find_elements(By.CSS_SELECTOR, ".finding")) == 51
 
 
+@pytest.mark.slow
 def test_grokking_run_shows_times_and_control(show: Open, tmp_path: Path) -> None:
     run = write_grokking_run(tmp_path / "run")
     plan = Grok(control="random-labels", control_of=run.run_id, seed=3)
@@ -559,6 +575,7 @@ def test_grokking_run_shows_times_and_control(show: Open, tmp_path: Path) -> Non
     assert driver.execute_script("return document.activeElement.id") == "panel-learning_curves"
 
 
+@pytest.mark.slow
 def test_overlaid_runs_are_one_page(show: Open, tmp_path: Path) -> None:
     runs = [
         write_grokking_run(tmp_path / name, Grok(generalises=at)) for name, at in (("a", 900), ("b", 1300))

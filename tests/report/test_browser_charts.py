@@ -87,6 +87,7 @@ def page(run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(run, [], tmp_path_factory.mktemp("page") / "page.html", health=health)
 
 
+@pytest.mark.slow
 def test_steps_between_recorded_ones_are_in_the_legend_of_the_heat_map(
     show: Open, page: Path, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_steps_between_recorded_ones_are_in_the_legend_of_the_heat_map(
     assert "not measured" not in driver.find_element(By.CSS_SELECTOR, ".map-legend").text
 
 
+@pytest.mark.slow
 def test_labels_of_many_rows_do_not_overlap(show: Open, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=4, blocks=150))
     driver = show(write_report(run, [], tmp_path / "page.html"))
@@ -114,6 +116,7 @@ def test_labels_of_many_rows_do_not_overlap(show: Open, tmp_path: Path) -> None:
     assert min(np.diff(drawn)) >= 12
 
 
+@pytest.mark.slow
 def test_ticks_of_a_logarithmic_axis_are_round(show: Open, page: Path) -> None:
     ticks = f"{script('axes')}; return logSplits(10)({{bbox: {{height: 200}}}}, null, ...arguments)"
     driver = show(page)
@@ -126,6 +129,7 @@ def test_ticks_of_a_logarithmic_axis_are_round(show: Open, page: Path) -> None:
         assert driver.execute_script(ticks, *ends) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_labels_of_the_depth_chart_keep_what_sets_them_apart(show: Open, page: Path) -> None:
     names = ["Sequential.0.weight", "Sequential#2.0.weight", "fc.weight"]
     depth = f"const KINDS = {{}}; {script('kinds/depth')}; return arguments[0].map(ending)"
@@ -133,6 +137,7 @@ def test_labels_of_the_depth_chart_keep_what_sets_them_apart(show: Open, page: P
     assert shown == ["…tial.0.weight", "…al#2.0.weight", "fc.weight"]
 
 
+@pytest.mark.slow
 def test_compared_values_fit_a_narrow_screen(
     show: Open, browser: webdriver.Chrome, run: Run, tmp_path: Path
 ) -> None:
@@ -152,6 +157,7 @@ def test_compared_values_fit_a_narrow_screen(
         assert lines == [1] * 5
 
 
+@pytest.mark.slow
 def test_every_axis_of_steps_is_the_whole_run(
     show: Open, page: Path, run: Run, full: Source, tmp_path: Path
 ) -> None:
@@ -192,6 +198,7 @@ def uneven_columns(driver: webdriver.Chrome, first: int, last: int) -> dict[str,
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_over_a_gap(show: Open, page: Path) -> None:
     driver = show(page)
     inside = uneven_columns(driver, 20, 90)
@@ -225,6 +232,7 @@ def test_nothing_is_drawn_over_a_gap(show: Open, page: Path) -> None:
     assert 0.1 < share < 0.85
 
 
+@pytest.mark.slow
 def test_cold_first_step_is_marked_beyond_the_axis_until_asked_for(show: Open, page: Path) -> None:
     driver = show(page)
     top = "return document.querySelector('#panel-phases .plot').plot.scales.left.max"
@@ -235,6 +243,7 @@ def test_cold_first_step_is_marked_beyond_the_axis_until_asked_for(show: Open, p
     assert driver.execute_script(top) > 9000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cold", "start"), [((0,), 10), ((0, 2, 3), 40), ((0, 50), 10)])
 def test_the_label_of_a_cold_step_is_beside_the_wedges(
     show: Open, page: Path, cold: tuple[int, ...], start: int
@@ -279,6 +288,7 @@ def hover(driver: webdriver.Chrome, panel: str, step: int) -> None:
     ActionChains(driver).move_to_element_with_offset(over, left, 0).perform()
 
 
+@pytest.mark.slow
 def test_cursor_is_one_on_all_axes_of_steps(show: Open, page: Path) -> None:
     driver = show(page)
     rest = legends(driver)
@@ -328,6 +338,7 @@ return [...document.querySelectorAll(".panel, .verdict, .finding")].filter(shown
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [1440, 1024, 390])
 def test_no_card_has_a_band_of_empty_space(
     show: Open, browser: webdriver.Chrome, full: Source, page: Path, tmp_path: Path, width: int
@@ -348,6 +359,7 @@ def test_no_card_has_a_band_of_empty_space(
             assert driver.execute_script(clipped) == 0
 
 
+@pytest.mark.slow
 def test_what_never_changes_is_a_line_that_evidence_leads_to(show: Open, tmp_path: Path) -> None:
     scalars = {"loss": [1 / (1 + step) for step in range(20)], "lr/0/0": [0.01] * 20}
     run = build_run(tmp_path / "run", monitors=("health",), scalars=scalars)

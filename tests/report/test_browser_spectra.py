@@ -63,6 +63,7 @@ def readout(driver: webdriver.Chrome) -> str:
     return driver.find_element(By.CSS_SELECTOR, "output[for='spectra-step']").text
 
 
+@pytest.mark.slow
 def test_steps_and_layers_are_selected_by_keyboard(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     assert driver.find_element(By.ID, "headline").text.startswith("Median signal share of 3 layers: ")
@@ -88,6 +89,7 @@ def test_steps_and_layers_are_selected_by_keyboard(show: Open, page: Path, run: 
     wait(driver, lambda d: painted(d) != before)
 
 
+@pytest.mark.slow
 def test_legend_shows_the_values_under_the_pointer(show: Open, page: Path, run: Run) -> None:
     driver = show(page)
     chart = driver.find_elements(By.CSS_SELECTOR, "#panel-spectra .chart")[2]
@@ -101,6 +103,7 @@ def test_legend_shows_the_values_under_the_pointer(show: Open, page: Path, run: 
     assert number(float(stored)) in legend.text
 
 
+@pytest.mark.slow
 def test_play_runs_to_the_end(show: Open, page: Path) -> None:
     driver = show(page)
     button = driver.find_element(By.ID, "spectra-play")
@@ -111,6 +114,7 @@ def test_play_runs_to_the_end(show: Open, page: Path) -> None:
     assert readout(driver) == "step 200"
 
 
+@pytest.mark.slow
 def test_layer_without_directions_shows_a_reason(show: Open, tmp_path: Path) -> None:
     plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
     source = source_of(write_spectra_run(tmp_path / "run", plan))

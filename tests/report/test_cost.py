@@ -6,6 +6,7 @@ import io
 import re
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 import backlight
@@ -16,6 +17,7 @@ from cases import build, loop
 from run_builder import build_run
 
 
+@pytest.mark.slow
 def test_start_and_end_of_a_watch_are_stated(tmp_path: Path) -> None:
     model = build()
     with backlight.watch(model, run=tmp_path / "run", quiet=True):

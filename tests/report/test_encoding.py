@@ -34,6 +34,7 @@ def test_string_array_is_rejected() -> None:
         pack(np.array(["a"]))
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     hnp.arrays(
@@ -57,6 +58,7 @@ def test_logarithmic_encoding_covers_float64() -> None:
     assert np.allclose(np.log2(back), np.log2(values), atol=0.02)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(hnp.arrays(np.float64, st.integers(1, 40), elements=st.floats(0, 1)))
 def test_share_encoding_keeps_exact_0_and_1(values: np.ndarray) -> None:
@@ -66,6 +68,7 @@ def test_share_encoding_keeps_exact_0_and_1(values: np.ndarray) -> None:
     assert np.abs(back - values).max() <= 1 / 65000
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(st.text())
 def test_text_cannot_end_its_script_element(text: str) -> None:

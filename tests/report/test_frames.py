@@ -37,6 +37,7 @@ def test_buckets_cover_every_step_once(amount: int, most: int) -> None:
     assert buckets.exact == (most >= amount)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(frames(), st.integers(1, 70))
 def test_reduction_keeps_extremes_and_non_finite_counts(
@@ -69,6 +70,7 @@ def test_coarser_series_leaves_buckets_unmeasured() -> None:
     assert reduced.high[5, 0] == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.integers(1, 3).flatmap(

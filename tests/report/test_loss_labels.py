@@ -21,6 +21,8 @@ from backlight.report.source import Source
 from backlight.report.terminal import summary_text
 from backlight.report.verdict import coverage_text
 
+pytestmark = pytest.mark.slow
+
 STEPS = 60
 
 

@@ -72,6 +72,7 @@ def test_no_findings_are_shown_with_what_was_measured(gradients: bool, text: str
     assert text in str(findings)
 
 
+@pytest.mark.slow
 def test_copied_findings_are_a_plain_list(tmp_path: Path) -> None:
     run = open_run(write_run(tmp_path / "run", Plan(steps=120, nan_step=90)).path)
     findings = backlight.findings_of(run)
@@ -84,6 +85,7 @@ def test_empty_run_is_shown(tmp_path: Path) -> None:
     assert "backlight report" in shown
 
 
+@pytest.mark.slow
 def test_ipython_displays_a_run(tmp_path: Path) -> None:
     formatters = pytest.importorskip("IPython.core.formatters")
     run = open_run(write_run(tmp_path / "run", Plan(steps=30)).path)

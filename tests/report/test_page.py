@@ -184,6 +184,7 @@ def test_report_is_written_atomically(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [file.name for file in target.parent.iterdir()] == ["report.html"]
 
 
+@pytest.mark.slow
 def test_report_does_not_change_the_run_and_marks_restarts(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=6, attempts=2))
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file()}
@@ -193,6 +194,7 @@ def test_report_does_not_change_the_run_and_marks_restarts(tmp_path: Path) -> No
     assert before == after
 
 
+@pytest.mark.slow
 def test_report_does_not_need_torch(tmp_path: Path) -> None:
     write_run(tmp_path / "run", Plan(steps=6))
     program = (
@@ -216,6 +218,7 @@ def test_report_does_not_need_torch(tmp_path: Path) -> None:
     assert words > 100
 
 
+@pytest.mark.slow
 def test_long_run_has_a_small_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Plan(steps=3000, blocks=2, histogram=True, phases=True, user={"a": 1}))
     size = len(render_page(Source(run)))
@@ -240,6 +243,7 @@ WRONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 def test_failing_panel_is_named_and_the_others_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -258,6 +262,7 @@ def test_failing_panel_is_named_and_the_others_are_drawn(
     assert any(item["reason"] == gap["missing"] for item in model["verdict"]["unmeasured"])
 
 
+@pytest.mark.slow
 def test_command_reports_failing_panels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

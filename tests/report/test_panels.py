@@ -63,6 +63,7 @@ def test_panels_have_unique_order_and_series() -> None:
     assert len(claimed) == len(set(claimed))
 
 
+@pytest.mark.slow
 def test_lines_of_a_profile_are_listed(full: Source) -> None:
     (table,) = drawn(full, "lines").data["tables"]
     assert table["rows"] == [
@@ -71,6 +72,7 @@ def test_lines_of_a_profile_are_listed(full: Source) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_flame_graph_has_each_stack_on_its_caller(full: Source) -> None:
     bars = drawn(full, "lines").data["bars"]
     assert [(bar["label"], bar["level"], bar["begin"], bar["width"], bar["phase"]) for bar in bars] == [
@@ -82,6 +84,7 @@ def test_flame_graph_has_each_stack_on_its_caller(full: Source) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_every_kind_has_a_drawing_function(full: Source) -> None:
     assets = Path(__file__).parents[2] / "src/backlight/report/assets/kinds"
     known = "".join(file.read_text() for file in assets.glob("*.js"))
@@ -227,6 +230,7 @@ def test_unmeasured_zero_and_non_finite_cells_differ(full: Source) -> None:
     assert np.isnan(rms.high[95, 10])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [WHOLE_STEPS, WHOLE_STEPS + 40])
 def test_figure_of_steps_states_from_which_on_they_are_thinned(tmp_path: Path, steps: int) -> None:
     with RunWriter.create(tmp_path / "run") as writer:
@@ -262,6 +266,7 @@ def test_parameters_that_never_train_have_no_health(full: Source) -> None:
     assert "head.weight, head.bias" in drawn(falling, "health").remarks[0]
 
 
+@pytest.mark.slow
 def test_update_of_zero_weights_is_not_defined(tmp_path: Path) -> None:
     names = ("weight", "bias", "still", "broken")
     table = [parameter(name, (2,)) for name in names]
@@ -357,6 +362,7 @@ def test_details_list_overrides_and_cost(tmp_path: Path) -> None:
     assert not [value for name, value in limits.items() if "spike" in name and "overridden" in value]
 
 
+@pytest.mark.slow
 def test_long_run_is_reduced_with_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backlight.report.frames.CELLS", 51 * 60)
     run = write_run(tmp_path / "run", Plan(steps=400, spike_row=20, spike_step=333))

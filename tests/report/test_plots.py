@@ -45,6 +45,7 @@ def test_every_plot_is_written_in_both_formats(full: Source, tmp_path: Path) -> 
     assert set(written.words_only) >= {"Events", "Fingerprint"}
 
 
+@pytest.mark.slow
 def test_line_has_the_recorded_values(full: Source) -> None:
     panel, result = drawn(full, "total_norm")
     figure = panels.lines(full, panel.title, result.data)[""]
@@ -59,6 +60,7 @@ def test_line_has_the_recorded_values(full: Source) -> None:
     assert broken[0].get_xdata().tolist() == norm.steps[~kept].tolist()
 
 
+@pytest.mark.slow
 def test_unmeasured_cells_are_masked(full: Source) -> None:
     panel, result = drawn(full, "parameters")
     figure = panels.parameters(full, panel.title, result.data)[""]
@@ -71,6 +73,7 @@ def test_unmeasured_cells_are_masked(full: Source) -> None:
     assert np.allclose(np.ma.getdata(rows)[1, :80], rms[:80, 1], rtol=0)
 
 
+@pytest.mark.slow
 def test_memorisation_and_generalisation_are_marked(tmp_path: Path) -> None:
     from backlight.analysis.report import source_of
     from backlight.monitors.grokking.panels.learning import analysis_of
@@ -87,6 +90,7 @@ def test_memorisation_and_generalisation_are_marked(tmp_path: Path) -> None:
     assert spans == [time.after for time in times if time is not None]
 
 
+@pytest.mark.slow
 def test_hostile_name_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run", Plan(steps=20, blocks=1, user={HOSTILE: 1.0}, rename={3: HOSTILE}))
     known = [panel for panel in in_order() if panel.name in {"user_scalars", "parameters"}]
@@ -99,6 +103,7 @@ def test_hostile_name_is_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert any("&lt;script&gt;alert" in file.read_text() for file in written.files)
 
 
+@pytest.mark.slow
 def test_failing_plot_is_named_and_the_others_are_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +159,7 @@ def test_missing_matplotlib_error_names_the_extra(
     assert not (tmp_path / "plots").exists()
 
 
+@pytest.mark.slow
 def test_picture_of_spectra_shows_the_last_step(tmp_path: Path) -> None:
     from backlight.report.plots import spectra as pictures
     from spectra_runs import Injected, write_spectra_run

@@ -62,6 +62,7 @@ def test_line_names_the_exception(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert printed.endswith(f" No findings in {STEPS} steps. Next: backlight report {tmp_path}/run\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("switch", [{"summary": False}, {"quiet": True}])
 def test_line_is_switched_off(
     switch: dict[str, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]

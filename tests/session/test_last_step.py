@@ -17,6 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import backlight
 from backlight.store.read.run import Run, open_run
 
+pytestmark = pytest.mark.slow
+
 STEPS, EVERY = 150, 64
 Loop = Callable[["Training"], None]
 
@@ -132,7 +134,6 @@ def watched(path: Path, training: Training, loop: Loop) -> Run:
     return open_run(path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop", [cleared_first, evaluated_after, clipped, hardly_clipped, loaded, by_closure]
 )
@@ -147,7 +148,6 @@ def test_what_the_last_step_left_is_recorded(tmp_path: Path, loop: Loop) -> None
     assert run.losses == ()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop", [cleared_last, zeroed_last, clipped_in_part, clipped_by_another_norm, scaled, a_step_begun]
 )
@@ -156,14 +156,12 @@ def test_what_is_no_gradient_of_the_last_step_is_not_recorded(tmp_path: Path, lo
     assert run.series_steps("gradient").tolist() == [*range(0, STEPS, EVERY)]
 
 
-@pytest.mark.slow
 def test_an_optimizer_that_changes_gradients_is_noticed(tmp_path: Path) -> None:
     training = Training(momentum=0.9, nesterov=True, foreach=True)
     run = watched(tmp_path / "run", training, cleared_first)
     assert run.series_steps("gradient").tolist() == [*range(0, STEPS, EVERY)]
 
 
-@pytest.mark.slow
 def test_a_last_step_that_is_recorded_is_recorded_once(tmp_path: Path) -> None:
     training = Training()
     with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", every=1, summary=False):
@@ -208,9 +206,14 @@ print(repr([main(sys.argv[1]) for _ in range(int(sys.argv[2]))]))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "models"), [("plain", 1), ("wrapped", 1), ("deleted", 1), ("wrapped anew", 1), ("plain", 3)]
+    ("kind", "models"),
+    [
+        *(pytest.param(kind, 1, marks=pytest.mark.full) for kind in ("plain", "wrapped")),
+        ("deleted", 1),
+        ("wrapped anew", 1),
+        ("plain", 3),
+    ],
 )
 def test_what_is_left_in_a_freed_model_is_recorded(
     tmp_path: Path, console_script: Callable[..., Any], kind: str, models: int

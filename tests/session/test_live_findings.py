@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from backlight.report.source import Source
 from backlight.report.verdict import outcome
 from backlight.session import live_findings
 from backlight.session.live_findings import LiveFindings, NewFindings
+from processes import run_captured
 
 WARNING = Finding(
     severity=Severity.WARNING,
@@ -177,9 +177,7 @@ def test_interpreter_does_not_end_under_the_evaluation_of_a_run_that_is_refused(
     (tmp_path / "train.py").write_text(REFUSED)
     command = [sys.executable, "-W", "ignore", "train.py"]
     for arguments, printed in ([], "trained True\n"), (["resume"], "trained False\nevaluated\n"):
-        done = subprocess.run(
-            [*command, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        done = run_captured([*command, *arguments], cwd=tmp_path)
         assert (done.returncode, done.stdout) == (0, printed), done.stderr
 
 
@@ -205,6 +203,7 @@ class Unregistered(nn.Module):
         return y
 
 
+@pytest.mark.slow
 def test_a_fact_of_the_first_step_is_delivered_during_it(
     tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +227,7 @@ def test_a_warning_about_a_fact_needs_no_second_evaluation() -> None:
     assert NewFindings().take([WARNING], facts={WARNING.rule}) == [WARNING]
 
 
+@pytest.mark.slow
 def test_a_reported_finding_that_is_not_found_at_the_end_is_withdrawn(
     tmp_path: Path, listening: Listening, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,6 @@ def train(
     return norms
 
 
-@pytest.mark.slow
 def test_marked_steps_are_recorded(tmp_path: Path) -> None:
     model = build()
     with backlight.watch(model, run=tmp_path / "run", every=3) as watch:
@@ -54,7 +53,6 @@ def test_marked_steps_are_recorded(tmp_path: Path) -> None:
     assert backlight.findings_of(run) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("zero_first", [True, False])
 @pytest.mark.parametrize("is_marked", [True, False])
 @pytest.mark.parametrize("is_given", [True, False])
@@ -69,7 +67,6 @@ def test_updates_by_hand_are_steps(tmp_path: Path, is_given: bool, is_marked: bo
     assert backlight.findings_of(run) == []
 
 
-@pytest.mark.slow
 def test_update_by_hand_that_leaves_no_trace_is_a_step(tmp_path: Path) -> None:
     model, x = build(), torch.randn(32, 8)
     with backlight.watch(run=tmp_path / "run", every=1, quiet=True):
@@ -82,7 +79,6 @@ def test_update_by_hand_that_leaves_no_trace_is_a_step(tmp_path: Path) -> None:
     assert backlight.open_run(tmp_path / "run").scalar("total_norm").steps.tolist() == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
 def test_sums_of_microbatches_by_hand_are_not_measured(tmp_path: Path) -> None:
     """When they are complete is not known before they are used."""
     model = build()
@@ -99,7 +95,6 @@ def test_sums_of_microbatches_by_hand_are_not_measured(tmp_path: Path) -> None:
     assert not run.has("gradient")
 
 
-@pytest.mark.slow
 def test_backwards_without_an_update_name_the_fix(tmp_path: Path) -> None:
     model = build()
     with backlight.watch(model, run=tmp_path / "run", quiet=True) as watch:
@@ -117,7 +112,6 @@ def why_no_gradient(path: Path) -> str:
     return str(reason)
 
 
-@pytest.mark.slow
 def test_tensors_of_no_module_are_measured(tmp_path: Path) -> None:
     first, second = torch.randn(8, 16, requires_grad=True), torch.randn(16, 3, requires_grad=True)
     with backlight.watch(run=tmp_path / "run", every=1, quiet=True):
@@ -131,7 +125,6 @@ def test_tensors_of_no_module_are_measured(tmp_path: Path) -> None:
     assert frame.values[-1].tolist() == pytest.approx([float(second.grad.norm()), float(first.grad.norm())])
 
 
-@pytest.mark.slow
 def test_watch_that_was_not_started_refuses(tmp_path: Path) -> None:
     watch = backlight.watch(run=tmp_path / "run")
     with pytest.raises(RuntimeError, match=r"watch\.mark_step: this watch was not started"):

@@ -47,6 +47,7 @@ def counting() -> Iterator[Count]:
 
 
 # Cases whose own step reads nothing, so every counted read is backlight's.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -88,6 +89,7 @@ def test_counting_mode_detects_a_read(tmp_path: Path, monkeypatch: pytest.Monkey
     assert count.reads["aten._local_scalar_dense.default"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

@@ -12,6 +12,8 @@ import pytest
 
 import backlight
 
+pytestmark = pytest.mark.slow
+
 nbformat = pytest.importorskip("nbformat", reason="needs nbformat")
 nbclient = pytest.importorskip("nbclient", reason="needs nbclient")
 pytest.importorskip("ipykernel", reason="needs ipykernel")
@@ -141,7 +143,6 @@ def errors(outputs: list[dict[str, Any]]) -> list[str]:
     return [output["ename"] for output in outputs if output.output_type == "error"]
 
 
-@pytest.mark.slow
 def test_cell_shows_result_loss_norm_and_findings(outputs: Outputs) -> None:
     sound, head = shown(outputs["watched"]), shown(outputs["again"])
     assert re.search(r"finished · 20 steps · loss [\d.]+ · gradient norm [\d.]+", sound)

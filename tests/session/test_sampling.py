@@ -78,6 +78,7 @@ def test_cheap_measurement_records_every_step() -> None:
     assert len(simulate(Sampling(), 20_000, 0.1, 0.0009)) == 20_000
 
 
+@pytest.mark.slow
 def test_expensive_measurement_is_thinned_to_the_budget() -> None:
     steps = 200_000
     recorded = simulate(Sampling(), steps, 0.001, 0.001)

@@ -20,6 +20,8 @@ from backlight.monitors.health.panels.whole_model import loss as loss_panel
 from backlight.report.panel import Drawn
 from backlight.report.source import Source
 
+pytestmark = pytest.mark.slow
+
 ROUNDS = 60
 
 
@@ -106,7 +108,6 @@ def train(gan: Gan, way: Callable[[Gan], None], run: Path, every: int) -> backli
     return backlight.open_run(run)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10**6], ids=["recorded", "not_recorded"])
 @pytest.mark.parametrize("way", [in_turn, in_parts, together, together_zeroed])
 def test_each_network_has_the_loss_that_the_script_logs(
@@ -121,7 +122,6 @@ def test_each_network_has_the_loss_that_the_script_logs(
     assert not len(sole_loss(run).steps)
 
 
-@pytest.mark.slow
 def test_page_draws_a_curve_of_each_network(tmp_path: Path) -> None:
     gan = Gan()
     run = train(gan, in_turn, tmp_path / "run", 1)
@@ -132,7 +132,6 @@ def test_page_draws_a_curve_of_each_network(tmp_path: Path) -> None:
     assert all(not len(line["sampled"]) and not len(line["breaks"]) for line in chart["lines"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("separate", [True, False])
 def test_loss_of_two_optimizers_is_one_where_they_share_it(separate: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -157,7 +156,6 @@ def test_loss_of_two_optimizers_is_one_where_they_share_it(separate: bool, tmp_p
     assert np.allclose(losses["loss of 1" if separate else "loss"].values, logged)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("several", [True, False])
 def test_losses_of_networks_that_oppose_each_other_need_not_fall(several: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -174,7 +172,6 @@ def test_losses_of_networks_that_oppose_each_other_need_not_fall(several: bool, 
     assert ("loss_not_falling" in rules) is not several
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", [in_turn, together])
 def test_updates_of_each_network_are_measured(way: Callable[[Gan], None], tmp_path: Path) -> None:
     run = train(Gan(), way, tmp_path / "run", 1)
@@ -194,7 +191,6 @@ def with_a_critic(gan: Gan) -> None:
     gan.of_generator.step()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("way", "turns"), [(in_turn, 2), (with_a_critic, 5), (together, 1)])
 @pytest.mark.parametrize("every", [2, 4, 5])
 def test_a_round_of_optimizers_is_recorded_whole(

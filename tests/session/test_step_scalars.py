@@ -16,6 +16,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 import backlight
 from backlight.findings.evaluate import evaluate_rules
 
+pytestmark = pytest.mark.slow
+
 STEPS = 120
 
 
@@ -80,7 +82,6 @@ def discarded(training: Training) -> None:
     plain(training)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 10**6], ids=["recorded", "not_recorded"])
 @pytest.mark.parametrize("way", [plain, accumulated, scaled, with_closure, discarded])
 def test_loss_is_that_of_the_script(way: Callable[[Training], None], every: int, tmp_path: Path) -> None:
@@ -101,7 +102,6 @@ def in_two_parts(parameters: Iterable[Tensor], limit: float, **options: Any) -> 
     return norm
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}], ids=str)
 @pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, in_two_parts])
 def test_rates_and_norms_are_those_of_the_script(
@@ -125,7 +125,6 @@ def test_rates_and_norms_are_those_of_the_script(
     assert 2 < run.coverage().with_gradients < STEPS
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_divided", [True, False])
 def test_sum_of_losses_that_nothing_divides_is_labelled(is_divided: bool, tmp_path: Path) -> None:
     training = Training()
@@ -140,7 +139,6 @@ def test_sum_of_losses_that_nothing_divides_is_labelled(is_divided: bool, tmp_pa
     assert run.loss_label() == ("loss" if is_divided else "sum of 4 losses")
 
 
-@pytest.mark.slow
 def test_failed_backward_is_no_loss(tmp_path: Path) -> None:
     training = Training()
     with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", every=1000, summary=False):
@@ -155,7 +153,6 @@ def test_failed_backward_is_no_loss(tmp_path: Path) -> None:
     assert np.allclose(backlight.open_run(tmp_path / "run").scalar("loss").values, training.logged)
 
 
-@pytest.mark.slow
 def test_bad_batch_in_a_step_that_is_not_recorded_is_found_at_its_step(tmp_path: Path) -> None:
     training = Training()
     training.optimizer = torch.optim.Adam(training.model.parameters(), lr=1e-3)

@@ -63,7 +63,6 @@ def with_evaluation(model: nn.Module, step: int) -> Tensor:
     return model(torch.randn(2, 4)).square().mean()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "forwards", "addends"),
     [
@@ -81,7 +80,6 @@ def test_work_is_recorded(
     assert run.scalar("addends").values.tolist() == addends
 
 
-@pytest.mark.slow
 def test_unrecorded_steps_add_nothing_to_recorded_ones(tmp_path: Path) -> None:
     counted = []
 
@@ -120,7 +118,6 @@ def run_of(path: Path, kind: str, damaged: int | None) -> list[Finding]:
     return [one for one in evaluate_rules(run) if one.rule in {"spike", "exploding"}]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_long_step_is_no_spike_and_damage_is_one(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,8 @@ import backlight
 from backlight.capture.hub import EVALUATION_STEPS, HUB
 from backlight.capture.unrecorded import FORWARDS, STEPS
 
+pytestmark = pytest.mark.slow
+
 MAX_CALLS = 9
 """Python functions of backlight in an unrecorded step: around the forward, the backward and the update, and
 those that take loss and learning rates and end the step."""
@@ -76,7 +78,6 @@ def calls_of(function: Callable[[], object]) -> list[str]:
     return found
 
 
-@pytest.mark.slow
 def test_unrecorded_step_runs_few_functions(tmp_path: Path) -> None:
     training = Training()
     with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", every=100) as watch:
@@ -87,7 +88,6 @@ def test_unrecorded_step_runs_few_functions(tmp_path: Path) -> None:
     assert len(forward) == 1, forward
 
 
-@pytest.mark.slow
 def test_recorded_step_runs_a_bounded_number_of_functions(tmp_path: Path) -> None:
     training = Training()
     with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", every=1):
@@ -97,7 +97,6 @@ def test_recorded_step_runs_a_bounded_number_of_functions(tmp_path: Path) -> Non
     assert sum(calls) / len(calls) <= MAX_CALLS_RECORDED, calls
 
 
-@pytest.mark.slow
 def test_counted_steps_have_numbers_and_backwards(tmp_path: Path) -> None:
     one = Training()
     with backlight.watch(one.model, one.optimizer, run=tmp_path / "counted", every=10) as watch:
@@ -151,7 +150,6 @@ def with_epoch(training: Training) -> None:
     next(iter(DataLoader(TensorDataset(training.x))))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "event", [with_closure, with_scaler, with_second_optimizer, with_loaded_state, with_epoch]
 )
@@ -166,7 +164,6 @@ def test_what_is_no_plain_step_is_reported(event: Callable[[Training], None], tm
     assert not backlight.open_run(tmp_path / "run").events("unmeasured")
 
 
-@pytest.mark.slow
 def test_evaluation_is_reported_but_not_in_every_step(tmp_path: Path) -> None:
     training = Training()
     ended = 0
@@ -181,7 +178,6 @@ def test_evaluation_is_reported_but_not_in_every_step(tmp_path: Path) -> None:
     assert 1 <= ended <= 3
 
 
-@pytest.mark.slow
 def test_recording_in_detail_ends_the_count_after_the_step(tmp_path: Path) -> None:
     training = Training()
     with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", every=1000) as watch:
@@ -194,7 +190,6 @@ def test_recording_in_detail_ends_the_count_after_the_step(tmp_path: Path) -> No
     assert step + 1 in set(backlight.open_run(tmp_path / "run").series_steps("gradient"))
 
 
-@pytest.mark.slow
 def test_board_is_that_of_the_watchdog(tmp_path: Path) -> None:
     training = Training()
     with backlight.watch(training.model, training.optimizer, run=tmp_path / "run", every=1000) as watch:
@@ -206,7 +201,6 @@ def test_board_is_that_of_the_watchdog(tmp_path: Path) -> None:
         assert (HUB.board[STEPS], HUB.board[FORWARDS]) == (before[0] + 1, before[1] + 1)
 
 
-@pytest.mark.slow
 def test_optimizers_that_are_made_one_by_one_in_the_first_step(tmp_path: Path) -> None:
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizers: list[torch.optim.Optimizer] = []
@@ -247,7 +241,6 @@ for step in range(64):
 """
 
 
-@pytest.mark.slow
 def test_hang_in_a_counted_step_is_located(
     tmp_path: Path, console_script: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
@@ -271,7 +264,6 @@ def large(training: Training) -> None:
     training.x.mul_(1e4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch", [small, not_a_number, large])
 def test_bad_batch_in_an_unrecorded_step_is_followed_by_detail_at_once(
     batch: Callable[[Training], None], tmp_path: Path

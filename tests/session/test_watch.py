@@ -24,6 +24,7 @@ VARIANTS = {"adamw_foreach", "float64_weights", "parameter_groups", "clipped_in_
 """Cases whose mechanism another case also covers."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -59,6 +60,7 @@ def test_case(case: Case, tmp_path: Path) -> None:
     assert set(run.scalar("backwards").values) >= {case.backwards}
 
 
+@pytest.mark.slow
 def test_numbers_equal_those_of_a_manual_loop(tmp_path: Path) -> None:
     model, optimizer = build_with_sgd()
     expected = []
@@ -103,6 +105,7 @@ class ReplacingSGD(torch.optim.SGD):
                 parameter.data = parameter.data - group["lr"] * parameter.grad
 
 
+@pytest.mark.slow
 def test_optimizer_that_replaces_storage_has_updates(tmp_path: Path) -> None:
     model = build()
     optimizer = ReplacingSGD(model.parameters(), lr=0.1)
@@ -351,6 +354,7 @@ def test_watch_that_sees_nothing_says_so(tmp_path: Path) -> None:
     assert event.payload["reason"] == "neither a backward pass nor an optimizer step was seen"
 
 
+@pytest.mark.slow
 def test_accumulated_step_records_the_sum_of_its_losses(tmp_path: Path) -> None:
     model, optimizer = build_with_sgd()
     sums, losses = [], []

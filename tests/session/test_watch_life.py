@@ -55,6 +55,7 @@ def test_started_watch_records_until_it_is_stopped(tmp_path: Path) -> None:
     assert len(run.series_steps("gradient")) == STEPS
 
 
+@pytest.mark.slow
 def test_watch_stopped_within_its_block_records_no_more(tmp_path: Path) -> None:
     with backlight.watch(run=tmp_path / "run", every=1, monitors=MONITORS) as watch:
         CASES["plain"].train()
@@ -64,6 +65,7 @@ def test_watch_stopped_within_its_block_records_no_more(tmp_path: Path) -> None:
     assert backlight.open_run(tmp_path / "run").status is RunStatus.FINISHED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("end", "code", "status"),
     [
@@ -126,6 +128,7 @@ def test_refused_start_leaves_the_watch_not_started(tmp_path: Path) -> None:
     assert repr(watch).startswith("<Watch: not started, ")
 
 
+@pytest.mark.slow
 def test_repr_names_state_steps_and_path(tmp_path: Path) -> None:
     path = tmp_path / "run"
     watch = backlight.watch(run=path, every=1, monitors=MONITORS)
@@ -140,6 +143,7 @@ def test_repr_names_state_steps_and_path(tmp_path: Path) -> None:
     assert repr(failing) == f"<Watch: failed with KeyError, 0 steps, {tmp_path / 'failing'}>"
 
 
+@pytest.mark.slow
 def test_log_takes_a_mapping_and_keywords(tmp_path: Path) -> None:
     with backlight.watch(run=tmp_path / "run", every=1, monitors=MONITORS) as watch:
         CASES["plain"].train()

@@ -15,7 +15,6 @@ from backlight.store.format.schema import DROPPED
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.slow
 def test_many_recorded_steps_are_all_stored(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)

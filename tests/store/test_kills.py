@@ -25,7 +25,6 @@ def kill(times: int, seed: int) -> dict[str, object]:
     return result
 
 
-@pytest.mark.slow
 def test_ten_kills() -> None:
     where = kill(10, seed=1)["where"]
     assert isinstance(where, dict)

@@ -345,6 +345,7 @@ def test_short_names() -> None:
     assert len(short("x" * 200)) == 60
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 @pytest.mark.parametrize("name", ["alexnet", "amd_mi250", "cpu_only", "training_one_gpu", "two_ranks_rank-0"])
 def test_invariants_of_real_traces(name: str) -> None:
@@ -361,6 +362,7 @@ def test_invariants_of_real_traces(name: str) -> None:
     assert (tree(trace.events).inner >= 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 def test_device_time_against_plain_sweep() -> None:
     path = REAL / "training_one_gpu.json.gz"
@@ -373,6 +375,7 @@ def test_device_time_against_plain_sweep() -> None:
     assert analyse([read_trace(path)]).traces[0].device_total == total
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 def test_pairs_against_profilers_own_links() -> None:
     path = REAL / "training_one_gpu.json.gz"

@@ -126,6 +126,7 @@ def test_launching_operator_decides(
     assert kinds_of(builder) == [kind.value]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 @pytest.mark.parametrize(
     ("name", "expected"),
@@ -169,6 +170,7 @@ def test_events_of_mtia_are_device_work(tmp_path: Path) -> None:
     assert found.steps[0].busy == 20_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 def test_real_mtia_trace_has_device_time() -> None:
     found = analyse([read_trace(REAL / "mtia_inference.json.gz")]).traces[0]

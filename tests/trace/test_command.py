@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from backlight.cli import app as application
+from processes import run_captured
 from synthetic_traces import TraceBuilder
 
 
@@ -53,6 +54,7 @@ def test_command_prints_tables(made: list[Path], capsys: pytest.CaptureFixture[s
     assert "... 1 more" in out
 
 
+@pytest.mark.slow
 def test_command_prints_a_verdict_first(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, made[0])
     assert code == 0
@@ -63,6 +65,7 @@ def test_command_prints_a_verdict_first(made: list[Path], capsys: pytest.Capture
     assert "ampere_sgemm" not in out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pid", [2**63 - 1, 2**63, 2**64, -(2**63), -1, 1e300, "\u00b2", "9" * 5000, "", None, []]
 )
@@ -85,6 +88,7 @@ def test_any_number_of_a_kernel_is_read(
     assert "sgemm" in out
 
 
+@pytest.mark.slow
 def test_command_prints_json(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call(capsys, *made, "--json")
     assert code == 0
@@ -110,6 +114,7 @@ def test_command_writes_page(made: list[Path], tmp_path: Path, capsys: pytest.Ca
     assert "expected a file that ends in .html or .md" in errors
 
 
+@pytest.mark.slow
 def test_cache_option(made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     _, first, _ = call(capsys, made[0], "--json", "--cache")
     assert made[0].with_name("rank-0.json.gz.backlight.parquet").is_file()
@@ -117,6 +122,7 @@ def test_cache_option(made: list[Path], capsys: pytest.CaptureFixture[str]) -> N
     assert first == again
 
 
+@pytest.mark.slow
 def test_refusal_is_one_line(tmp_path: Path, made: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     cut = tmp_path / "cut.json.gz"
     cut.write_bytes(made[0].read_bytes()[:-50])
@@ -140,10 +146,7 @@ def test_engine_needs_no_torch(made: list[Path]) -> None:
         "from backlight.cli.app import main\n"
         "try:\n    main(sys.argv[1:])\nexcept SystemExit as exit_info:\n    sys.exit(exit_info.code)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, "trace", str(made[0]), "--json"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_captured([sys.executable, "-c", code, "trace", str(made[0]), "--json"])
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["traces"][0]["rank"] == 0
 

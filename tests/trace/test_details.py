@@ -184,6 +184,7 @@ def test_hardware_counters_by_operator(analysed: Analyse, launches: int) -> None
         assert any("3 ranges of counters and 2 launches do not match" in note for note in found.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 @pytest.mark.parametrize("name", ["alexnet", "training_one_gpu", "b200_eager", "mi300_vit"])
 def test_queues_launches_and_bandwidths_against_a_plain_loop(name: str) -> None:
@@ -229,6 +230,7 @@ def span(event: dict[str, Any]) -> tuple[int, int]:
     return start, start + int(Decimal(event["dur"]) * 1000)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 def test_real_queue_is_full_where_launches_block() -> None:
     found = analyse([read_trace(REAL / "training_one_gpu.json.gz")]).traces[0]

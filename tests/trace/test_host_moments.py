@@ -31,6 +31,7 @@ def phases_of(found: RankAnalysis) -> dict[str, int]:
     return {row.name: row.host // US for row in found.phases if row.host}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 @pytest.mark.parametrize("path", sorted(REAL.glob("*.json.gz")), ids=lambda path: path.name.split(".")[0])
 def test_phases_of_stored_traces_add_up_to_the_steps(path: Path) -> None:

@@ -157,6 +157,7 @@ def test_unrelated_training_runs_are_refused(tmp_path: Path) -> None:
     assert analyse([first, stage]).ranks is not None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 def test_two_real_ranks_of_128() -> None:
     found = analyse([read_trace(REAL / f"two_ranks_rank-{number}.json.gz") for number in (1, 0)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +14,8 @@ import simulated
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from processes import run_captured
 
 SECONDS = 0.05
 
@@ -161,10 +162,7 @@ print(ctypes.cast(x.data_ptr(), ctypes.POINTER(ctypes.c_float))[0])
 
 
 def test_host_access_ends_the_process() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", STRAY],
-        cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run_captured([sys.executable, "-c", STRAY], cwd=Path(__file__).parents[1])
     assert done.returncode < 0
     assert done.stdout == ""
     host = torch.ones(3)

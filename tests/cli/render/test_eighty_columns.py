@@ -159,6 +159,7 @@ MORE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [*COMMANDS, *(pytest.param(c, marks=pytest.mark.full) for c in MORE)])
 def test_no_table_or_line_breaks(folder: Path, command: str) -> None:
     printed = run(folder, command)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import time
 
@@ -18,6 +17,7 @@ from backlight.diagnose.missing_gradients.graph import WalkError, walk
 from backlight.diagnose.missing_gradients.tape import Tape
 from backlight.diagnose.node_origin import Origin, Origins
 from backlight.user_code import user_line
+from processes import run_captured
 
 
 def test_nodes_edges_leaves() -> None:
@@ -112,9 +112,7 @@ print("released")
     ],
 )
 def test_long_chain_of_nodes_is_released(arguments: tuple[str, str], first: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CHAIN, *arguments], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = run_captured([sys.executable, "-c", CHAIN, *arguments], timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{first}\nreleased\n"
 

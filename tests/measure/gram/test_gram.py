@@ -156,6 +156,7 @@ def test_products_without_gradients_are_in_float64_where_that_is_faster(
         assert kernels.choose([use], double)[1] == kernels.choose([factors(t, 1, 24, 24)[0]])[1] == double
 
 
+@pytest.mark.slow
 def test_cost_ratio_is_measured_once() -> None:
     kernels.ghost_cost_ratio.cache_clear()
     device = torch.device("cpu")

@@ -107,6 +107,7 @@ def test_results_do_not_depend_on_batch():
         assert float(same.min()) > 1 - 1e-3
 
 
+@pytest.mark.slow
 def test_count_of_directions_above_edge():
     A = spiked(150, 300, [12, 8, 5, 3, 2, 1.6] + [0.5] * 4)[0]
     count, found = count_above(A, upper_edge(1.0, 150, 300), limit=150)

@@ -32,6 +32,7 @@ def test_oracle_a_recovers_the_echo_of_every_replicate(zeta):
     np.testing.assert_allclose(echo.triple_mean(outer(zeta)), np.mean(zeta), rtol=1e-12)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(ZETAS, st.floats(-5, 5))
 def test_diagonal_does_not_matter(zeta, diagonal):
@@ -67,6 +68,7 @@ def test_triples_against_their_definition(seed):
     np.testing.assert_allclose(echo.pooled(Z), np.sign(mean) * np.sqrt(abs(mean)), rtol=1e-12)
 
 
+@pytest.mark.slow
 @SETTINGS
 @given(st.integers(0, 1000), st.floats(1e-150, 1e150))
 def test_scaling_and_order(seed, factor):

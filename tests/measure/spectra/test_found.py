@@ -20,7 +20,6 @@ def bench() -> ModuleType:
     return module
 
 
-@pytest.mark.slow
 def test_language_model_on_random_tokens_has_no_directions(bench: ModuleType) -> None:
     found = [row for seed in range(3) for row in bench.language(seed, random=True, steps=100).values()]
     above = sum(candidates > 0 for _, candidates in found)
@@ -28,13 +27,11 @@ def test_language_model_on_random_tokens_has_no_directions(bench: ModuleType) ->
     assert sum(identifiable > 0 for identifiable, _ in found) <= 0.05 * len(found) + 1
 
 
-@pytest.mark.slow
 def test_language_model_on_tokens_with_a_rule_has_directions(bench: ModuleType) -> None:
     found = bench.language(0, random=False)
     assert sum(identifiable > 0 for identifiable, _ in found.values()) >= len(found) // 2, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [0, 1, 2, 3, 4])
 def test_structured_noise_has_no_directions(bench: ModuleType, kind: int) -> None:
     name = bench.STRUCTURES[kind]

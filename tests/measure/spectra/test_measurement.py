@@ -28,6 +28,7 @@ def arrays(result):
     return {name: value for name, value in vars(result).items() if isinstance(value, np.ndarray)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "ratio", "tolerance"),
     [
@@ -96,12 +97,14 @@ def test_pure_noise_has_no_echo(p, q, R):
     assert abs(found.noise.signal_share) < 0.01
 
 
+@pytest.mark.slow
 def test_null_does_not_depend_on_signal():
     signal = spectral_echo(injected(60, 80, 8, [10, 6, 4]))
     noise = spectral_echo(torch.randn(8, 60, 80))
     assert signal.null[0] == pytest.approx(noise.null[0], rel=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_transposing_exchanges_left_and_right(method):
     G = injected(70, 130, 6, [8, 5, 3])
@@ -115,6 +118,7 @@ def test_transposing_exchanges_left_and_right(method):
         np.testing.assert_allclose(getattr(one, name), getattr(other, name), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("factor", [3e-7, *(pytest.param(2.0**e, marks=pytest.mark.full) for e in (-40, 40))])
 def test_scaling_changes_units_only(method, factor):
@@ -214,6 +218,7 @@ def test_number_of_directions_is_limited():
     assert np.isnan(two.echo[2:]).all()
 
 
+@pytest.mark.slow
 def test_close_modes_lose_their_echo_but_not_their_block_echo():
     """Two directions of equal strength mix, but their plane is recovered."""
     found = spectral_echo(injected(80, 120, 10, [6, 6, 2.5]))

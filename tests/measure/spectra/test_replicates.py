@@ -58,6 +58,7 @@ def test_small_noise_with_large_signal_is_measured():
     assert noise(torch.ones(3, 2, 2)).variance == 0
 
 
+@pytest.mark.slow
 def test_noise_scale_of_quadratic():
     """Per-sample gradients g + e: the noise scale is tr(cov)/|g|^2 by definition, whatever the batch."""
     p, q, R = 40, 60, 200

@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import subprocess
 import sys
 import textwrap
 import time
@@ -15,6 +14,7 @@ import torch
 from backlight.measure.stats import statistics as module
 from backlight.measure.stats.compiled_rows import COMPILE_S, PARALLEL_SCALARS, ROW, CompiledRows
 from backlight.measure.stats.statistics import statistics, why_not_compiled
+from processes import run_captured
 
 NAN, INF = math.nan, math.inf
 SIZES = (1, 7, 511, 512, 513, ROW - 1, ROW, ROW + 1, 2**18 + 5)
@@ -96,6 +96,7 @@ def test_tiers_agree(dtype, check):
     check(found, tensors)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_subnormal_halves_count_where_the_thread_flushes_them(check):
     tensors = [with_values(6e-8, -6e-8, 6.1e-5, 0.0).half()]
@@ -125,6 +126,7 @@ def test_counts_are_exact_and_independent_of_threads(monkeypatch):
     np.testing.assert_array_equal(*values)
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_operations_that_are_intercepted_are_measured_eagerly(check):
     tensors = [torch.randn(2**17), torch.randn(5)]
@@ -167,6 +169,7 @@ def test_failing_compiler_is_reported(rows, monkeypatch, check, compiler, reason
     assert reason in why_not_compiled()
 
 
+@pytest.mark.slow
 def test_failure_of_the_compiled_pass_loses_no_tensor(rows, monkeypatch, check):
     monkeypatch.setattr(CompiledRows, "is_ready", lambda self: True)
     tensors = [torch.randn(2**17), torch.randn(2**18), torch.randn(3)]
@@ -292,10 +295,9 @@ def test_in_its_own_process(case, tmp_path):
         "from backlight.measure.stats.compiled_rows import COMPILED_ROWS\n"
         "from backlight.measure.stats.statistics import *\n"
     ) + textwrap.dedent(SCRIPTS[case])
-    ended = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True, text=True, timeout=250, check=False, env=os.environ | {"TMPDIR": str(tmp_path)},
-    )  # fmt: skip
+    ended = run_captured(
+        [sys.executable, "-c", script], timeout=250, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
     assert ended.returncode == 0, ended.stderr
     assert list(tmp_path.glob("backlight-*")) == []
     if case == "the process ends while it compiles":  # and its compiler with it

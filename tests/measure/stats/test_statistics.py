@@ -50,6 +50,7 @@ def test_dtypes_and_layouts(dtype, layout, check):
     check(statistics([tensor], tier="eager"), [tensor])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_device")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_accelerator_path_equals_oracle(dtype, check):
@@ -164,6 +165,7 @@ def test_compressed_sparse(layout, check):
     check(statistics([tensor]), [tensor])
 
 
+@pytest.mark.slow
 def test_conjugated_and_negated_views(check):
     z = torch.randn(40, 30, dtype=torch.complex64)
     large = torch.randn(300, 700, dtype=torch.complex64).conj()
@@ -216,6 +218,7 @@ def test_values_are_read_at_call():
     assert pending.arrays()[0][0, 2] == 300_000
 
 
+@pytest.mark.slow
 def test_counts_past_two_to_24th():
     size = 2**24 + 5
     ones = torch.ones(size, dtype=torch.float16)

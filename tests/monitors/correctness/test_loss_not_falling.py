@@ -39,6 +39,7 @@ FALLING = np.linspace(math.log(10), 0.5, 120) + noise(120)
 RISING = np.linspace(math.log(10), 6.0, 120) + noise(120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("losses", "classes", "factor", "expected"),
     [
@@ -83,6 +84,7 @@ SAMPLED = [*range(64), *range(64, 5000, 64)]
 """Steps as the budget samples them in a long run of short steps."""
 
 
+@pytest.mark.slow
 def test_parts_are_cut_by_step(tmp_path: Path) -> None:
     """Half of the recorded losses are those of the first 64 steps, at chance in both runs."""
     learned = np.where(np.array(SAMPLED) < 2500, math.log(2), 0.01)

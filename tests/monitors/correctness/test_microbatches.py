@@ -18,6 +18,8 @@ from backlight.store.read.run import Run
 from faults.silent.loop import perceptron, train
 from faults.silent.microbatches import accumulate, mean_of_means
 
+pytestmark = pytest.mark.slow
+
 
 def watched(path: Path, train: Callable[[], None]) -> Run:
     with backlight.watch(run=path, monitors=("correctness",)):

@@ -18,6 +18,7 @@ from backlight.monitors.correctness.instrument.samples import VALUES, digest, sa
 from faults.silent.batches import Numbers, Stream, epochs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "kind"),
     [

@@ -18,6 +18,7 @@ PARTING = [*GROWING[:4], 4.5, 4.7]
 ROUNDED = [4.0, 4.0, 4.0, 4.0 + 1e-6, 4.0 + 2e-6, 4.0 + 2e-6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "other", "options", "severity"),
     [

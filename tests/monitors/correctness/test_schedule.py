@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,6 +28,7 @@ def test_windows_grow_and_have_a_step_on_each_side() -> None:
     assert near == [*range(9), 12, 13, 14, 15, 20, 21, 22, 23, 33, 34, 35, 36]
 
 
+@pytest.mark.slow
 def test_checks_leave_the_hub_between_windows_and_find_errors_that_begin_later(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -46,6 +48,7 @@ def test_checks_leave_the_hub_between_windows_and_find_errors_that_begin_later(t
     assert found.subject.step == 21  # the first that adds to gradients which an observed step used
 
 
+@pytest.mark.slow
 def test_report_says_how_many_steps_were_checked(tmp_path: Path) -> None:
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,6 +65,7 @@ def test_report_says_how_many_steps_were_checked(tmp_path: Path) -> None:
     assert "checked at 10 steps" in verdict.detail
 
 
+@pytest.mark.slow
 def test_loop_that_takes_no_step_is_not_checked(tmp_path: Path) -> None:
     with backlight.watch(run=tmp_path / "run", monitors=("correctness",)):
         nn.Linear(4, 3)(torch.randn(8, 4)).square().mean().backward()

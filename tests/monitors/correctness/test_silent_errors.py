@@ -40,7 +40,6 @@ def check(fault: Fault, findings: Findings, control: Findings) -> None:
     assert [f for f in control if f.severity is not Severity.INFO] == []
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", FOUND)
 def test_error_is_found_and_its_control_is_silent(
@@ -63,7 +62,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ON_RANKS)
 def test_error_on_ranks_is_found_and_its_control_is_silent(name: str, folder: Path) -> None:
     runs = open_run(folder / name), open_run(folder / f"{name}-control")

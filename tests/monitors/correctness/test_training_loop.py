@@ -19,6 +19,8 @@ from faults import silent
 from faults.injection import text_of
 from faults.silent.checkpoints import train_sequences
 
+pytestmark = pytest.mark.slow
+
 
 def findings(path: Path, train: Callable[[], None]) -> Findings:
     """Return the findings of a watched training run."""
@@ -30,7 +32,6 @@ def findings(path: Path, train: Callable[[], None]) -> Findings:
     return evaluate_rules(run)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 @pytest.mark.parametrize("name", silent.FAULTS)
@@ -55,7 +56,6 @@ def test_injected_error_is_found_and_its_control_is_not(
     assert findings(tmp_path / "control", lambda: fault.train(False)) == []
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
 @pytest.mark.parametrize("name", silent.CONTROLS)
 def test_loop_that_comes_close_has_no_finding(name: str, tmp_path: Path) -> None:
@@ -85,7 +85,6 @@ class Configured(nn.Module):
         return self.head(self.embedding(x).mean(1))
 
 
-@pytest.mark.slow
 def test_embeddings_that_the_configuration_ties(tmp_path: Path) -> None:
     lost, kept = Configured(False), Configured(True)  # built before watching begins
     (found,) = findings(tmp_path / "lost", lambda: train_sequences(lost))
@@ -97,7 +96,6 @@ def test_embeddings_that_the_configuration_ties(tmp_path: Path) -> None:
     assert findings(tmp_path / "kept", lambda: train_sequences(kept)) == []
 
 
-@pytest.mark.slow
 def test_targets_that_are_sorted_by_class_are_not_reported_in_the_end(tmp_path: Path) -> None:
     classes = silent.losses.targets_of(lambda step: torch.full((128,), int(step > 15)))
     with backlight.watch(run=tmp_path / "run", monitors=("correctness",), every=1, quiet=True):

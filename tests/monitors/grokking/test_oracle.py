@@ -21,6 +21,7 @@ def nulls() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_fast_oracle_groks_in_expected_range(nulls: ModuleType, seed: int) -> None:
     found = nulls.trained(seed=seed, steps=1600)
@@ -30,6 +31,7 @@ def test_fast_oracle_groks_in_expected_range(nulls: ModuleType, seed: int) -> No
     assert 800 <= found.generalised.by <= 1400
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "steps", "verdict"),
     [
@@ -49,6 +51,7 @@ def test_curriculum_is_not_grokking(nulls: ModuleType) -> None:
     assert nulls.curriculum(0, switch=500, steps=900).verdict is GrokkingVerdict.UNSTABLE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(2, marks=pytest.mark.full)])
 def test_sparse_parity_of_two_classes_groks(nulls: ModuleType, seed: int) -> None:
     found = nulls.sparse_parity(seed, steps=4000)

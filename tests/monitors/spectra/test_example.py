@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from backlight.analysis.report import write_html
 from backlight.store.export.files import export
 from backlight.store.read.run import open_run
 from backlight.store.read.spectra import layers, measurements
+from processes import run_captured
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "spectra_ddp.py"
 
@@ -22,13 +22,10 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "spectra_ddp.py"
 def test_two_ranks_record_their_spectra(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     small = ["--steps", "11", "--every", "5", "--width", "32", "--context", "32"]
-    ended = subprocess.run(
+    ended = run_captured(
         [*launcher, str(EXAMPLE), "--out", str(tmp_path / "run"), *small],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
         timeout=240,
-        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     run = open_run(tmp_path / "run")

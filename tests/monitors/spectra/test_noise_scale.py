@@ -162,6 +162,7 @@ def reasons(run: Any) -> list[str]:
     return [event.payload["reason"] for event in events if event.payload["what"] == "noise scale"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [mean_loss, sum_loss], ids=["mean", "sum"])
 @pytest.mark.parametrize(
     ("make", "kind"),
@@ -190,6 +191,7 @@ def test_equals_one_backward_per_sample(
     assert shares == pytest.approx(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "kind"), [(NormedMlp, "rows"), (Cnn, "images")], ids=["mlp", "cnn"])
 def test_large_microbatch_is_measured_in_groups(
     make: Callable[[], nn.Module], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -210,6 +212,7 @@ def test_large_prime_microbatch_is_refused() -> None:
     assert "521 samples cannot be divided" in microbatch_noise.refused(nn.Linear(2, 2), 521)
 
 
+@pytest.mark.slow
 def test_linear_regression_has_the_closed_form(tmp_path: Path) -> None:
     """At w, x of N(0, I) and a truth of 0: tr Sigma = (d + 1) |w|^2 + d s^2 and |G|^2 = |w|^2."""
     d, n, noise = 4, 4096, 0.5
@@ -241,6 +244,7 @@ def test_first_microbatch_of_an_accumulation(tmp_path: Path) -> None:
     assert recorded(backlight.open_run(tmp_path / "run"))[0] == pytest.approx(expected.value, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "parameter", "reason"),
     [
@@ -307,6 +311,7 @@ QUICK = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in CASES],
@@ -321,6 +326,7 @@ def test_training_is_unchanged(name: str, tmp_path: Path) -> None:
     assert "__call__" not in vars(nn.Linear)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["float32", "autocast"])
 def test_rounding_leaves_no_parameter_out(dtype: torch.dtype | None, tmp_path: Path) -> None:
     torch.manual_seed(0)
@@ -366,6 +372,7 @@ def test_is_no_default(tmp_path: Path) -> None:
         backlight.watch(NormedMlp(), run=tmp_path / "run", spectra={"noise_scale": -1})
 
 
+@pytest.mark.slow
 def test_panel(tmp_path: Path) -> None:
     torch.manual_seed(0)
     x, y = inputs("rows")
@@ -381,6 +388,7 @@ def test_panel(tmp_path: Path) -> None:
     assert "called with 1 samples" in found.reason
 
 
+@pytest.mark.slow
 def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(NoiseScaleMonitor, "attach", attach_as_one_of_two)
     run = watched(NormedMlp().double(), *inputs("rows"), tmp_path / "run")

@@ -67,6 +67,7 @@ def test_layers_are_sorted_by_their_share_of_signal(source: Source) -> None:
     assert rows[-1][2] == "300"
 
 
+@pytest.mark.slow
 def test_explorer_shows_stored_values(source: Source) -> None:
     data = drawn(source, "spectra").data
     layer = next(one for one in data["layers"] if one["name"] == UP)
@@ -79,6 +80,7 @@ def test_explorer_shows_stored_values(source: Source) -> None:
     assert math.isnan(figures["stable_rank_momentum"])
 
 
+@pytest.mark.slow
 def test_frobenius_norm_is_that_of_replicates(source: Source) -> None:
     G = replicates(PLAN, UP, 1).double()
     truth = float(torch.linalg.matrix_norm(G).square().mean().sqrt())
@@ -149,6 +151,7 @@ def test_run_without_spectra_has_no_panel(tmp_path: Path) -> None:
         assert result.reason.endswith(".")
 
 
+@pytest.mark.slow
 def test_pure_noise_is_rendered(tmp_path: Path) -> None:
     plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
     noise = Source(write_spectra_run(tmp_path / "run", plan))
@@ -186,6 +189,7 @@ def test_headline_is_the_signal_share(source: Source) -> None:
     assert {f["label"]: f["value"] for f in page["verdict"]["figures"]}["replicates"] == "12"
 
 
+@pytest.mark.slow
 def test_names_are_made_visible(tmp_path: Path) -> None:
     hostile = "layer\N{RIGHT-TO-LEFT OVERRIDE}.weight"
     plan = Injected(steps=(0,), shapes={hostile: (8, 9)}, strengths={hostile: (5.0,)})
@@ -193,6 +197,7 @@ def test_names_are_made_visible(tmp_path: Path) -> None:
     assert layer["name"] == visible(hostile)
 
 
+@pytest.mark.slow
 def test_drift_is_drawn_where_it_was_measured(tmp_path: Path) -> None:
     plan = Injected(shapes={HEAD: (20, 36)})
     writer = RunWriter.create(tmp_path / "run", monitors=("spectra",), step_offset=0)

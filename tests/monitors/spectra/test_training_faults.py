@@ -173,6 +173,7 @@ def test_backward_that_raises_leaves_no_replicate(tmp_path: Path) -> None:
     assert run.events("spectra_backward_failed")[0].payload["backwards"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["copied", "StepMeasurement.measure", "ReplicateBuffer.end"])
 def test_internal_error_is_one_warning(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> Any:
@@ -191,6 +192,7 @@ def test_internal_error_is_one_warning(method: str, tmp_path: Path, monkeypatch:
     assert any("injected trouble" in reason for reason in unmeasured(tmp_path))
 
 
+@pytest.mark.slow
 def test_error_of_this_monitor_disables_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("injected trouble")
@@ -255,6 +257,7 @@ def test_invalid_settings_are_refused(settings: dict[str, Any], message: str, tm
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_warnings_as_errors_do_not_end_training(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -12,6 +12,8 @@ from backlight.store.read import spectra as stored
 from backlight.store.read.run import open_run
 from spectra.processes import start_ranks
 
+pytestmark = pytest.mark.slow
+
 MATRICES = {"embed.weight", "block.qkv.weight", "block.up.weight", "block.down.weight", "head.weight"}
 
 
@@ -44,7 +46,6 @@ def measured(results: Path, mode: str) -> set[tuple[int, str]]:
     return {(m.step, m.parameter) for m in stored.measurements(open_run(results / mode / "run"))}
 
 
-@pytest.mark.slow
 def test_training_is_unchanged_on_every_rank(results: Path) -> None:
     for mode in ("ddp", "exchange", "missing", "fsdp", "fewer"):
         assert [one["same"] for one in reports(results, mode)] == [True, True], mode

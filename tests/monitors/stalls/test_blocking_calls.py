@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 Console = Callable[..., subprocess.CompletedProcess[str]]
 
 CALLS = """

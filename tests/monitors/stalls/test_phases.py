@@ -77,6 +77,7 @@ def test_every_phase_is_recorded_from_the_first_step_on(tmp_path: Path, director
     assert recorded == [*step, *step, Phase.EVALUATION, Phase.EVALUATION]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [True, False])
 def test_first_forward_of_an_earlier_model_is_recorded(
     tmp_path: Path, directory: Path, *, given: bool
@@ -91,6 +92,7 @@ def test_first_forward_of_an_earlier_model_is_recorded(
     assert not model._forward_hooks
 
 
+@pytest.mark.slow
 def test_forward_after_one_that_raised_is_recorded(tmp_path: Path, directory: Path) -> None:
     recorded: list[Any] = []
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
@@ -104,6 +106,7 @@ def test_forward_after_one_that_raised_is_recorded(tmp_path: Path, directory: Pa
     assert recorded == [Phase.FORWARD, Phase.FORWARD]
 
 
+@pytest.mark.slow
 def test_autograd_grad_is_a_backward_with_a_position(tmp_path: Path, directory: Path) -> None:
     StateRecorder.directory, StateRecorder.recorded = directory, []
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
@@ -125,6 +128,7 @@ def test_autograd_grad_is_a_backward_with_a_position(tmp_path: Path, directory: 
     assert (last.backwards, last.step) == (1, 1)
 
 
+@pytest.mark.slow
 def test_exception_in_backward_is_counted(tmp_path: Path, directory: Path) -> None:
     class Raising(torch.autograd.Function):
         @staticmethod
@@ -144,6 +148,7 @@ def test_exception_in_backward_is_counted(tmp_path: Path, directory: Path) -> No
         assert (read_shared_state(directory).raised, read_shared_state(directory).backwards) == (1, 2)
 
 
+@pytest.mark.slow
 def test_arrived_gradients_are_recorded_by_parameter(tmp_path: Path, directory: Path) -> None:
     with backlight.watch(run=tmp_path / "run", monitors="stalls"):
         model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
@@ -165,6 +170,7 @@ def test_recomputation_is_not_a_forward(tmp_path: Path, directory: Path) -> None
     assert recorded == [Phase.EVALUATION, Phase.BACKWARD]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 def test_watched_model_compiles_as_often_as_an_unwatched_one(tmp_path: Path, directory: Path) -> None:
     from torch._dynamo.utils import counters
@@ -190,6 +196,7 @@ def test_watched_model_compiles_as_often_as_an_unwatched_one(tmp_path: Path, dir
     assert torch.equal(plain[1], watched[1])
 
 
+@pytest.mark.slow
 def test_longest_time_between_phases_is_recorded(tmp_path: Path, directory: Path) -> None:
     """A rollout before the first update counts, and short pauses after it do not lower it."""
     model = nn.Linear(4, 4)

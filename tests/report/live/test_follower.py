@@ -122,6 +122,7 @@ def test_unchanged_run_is_read_once(grow: Grow) -> None:
     assert (len(calls), view.version) == (1, 1)
 
 
+@pytest.mark.slow
 def test_nothing_is_read_without_a_client(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "IDLE_TIMEOUT_S", 0.2)
     monkeypatch.setattr(follower, "POLL_INTERVAL_S", 0.01)
@@ -227,6 +228,7 @@ def test_findings_are_sent_before_panels_are_read(grow: Grow) -> None:
     assert view.version == 3
 
 
+@pytest.mark.slow
 def test_zoomed_panel_has_the_recorded_values(grow: Grow) -> None:
     run = grow(300, plan=Plan(steps=300, blocks=1))
     view = follow(run.path, cells=48 * 15)
@@ -311,6 +313,7 @@ def test_failing_rule_and_panel_are_reported(grow: Grow, monkeypatch: pytest.Mon
     assert content(view, "total_norm")["kind"] == "lines"
 
 
+@pytest.mark.slow
 def test_failing_run_is_named_and_the_others_are_drawn(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     views = [follow(grow(6, name).path) for name in ("one", "two")]
     for view in views:
@@ -348,6 +351,7 @@ def failing(source: Source) -> Drawn:
     raise LookupError(f"no such column in {source.run.name}")
 
 
+@pytest.mark.slow
 def test_failing_panel_is_named_and_following_continues(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follower, "POLL_INTERVAL_S", 0.01)
     known = in_order()
@@ -378,6 +382,7 @@ def test_failing_panel_is_named_and_following_continues(grow: Grow, monkeypatch:
     view.close()
 
 
+@pytest.mark.slow
 def test_threads_survive_errors(grow: Grow, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (
         ("POLL_INTERVAL_S", 0.01),

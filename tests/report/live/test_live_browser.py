@@ -302,6 +302,7 @@ def test_closed_server_is_reported_and_content_stays(look: Look, grow: Grow) -> 
     driver.get_log("performance")
 
 
+@pytest.mark.slow
 def test_wrong_token_shows_why_and_nothing_of_the_run(browser: webdriver.Chrome, grow: Grow) -> None:
     run = grow(3)
     with serving([run.path]) as live:

@@ -69,6 +69,7 @@ def test_failing_section_is_named_and_the_others_stay(grow: Grow, monkeypatch: p
     assert "1 error" in text
 
 
+@pytest.mark.slow
 def test_hostile_name_is_plain_text(grow: Grow) -> None:
     run = grow(12, broken=2, plan=Plan(steps=20, blocks=1, rename={2: HOSTILE}))
     source = Source(open_run(run.path), [finding(HOSTILE, 11, rule="[bold]x", severity=Severity.WARNING)])

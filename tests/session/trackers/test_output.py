@@ -151,6 +151,7 @@ def test_fast_loop_sends_losses_of_some_steps_and_all_that_are_not_finite() -> N
     assert sent[1000:] == sorted([*range(1000, 1990, 10), 1555])  # the last one is held
 
 
+@pytest.mark.slow
 def test_stored_run_gives_the_points_sent_live(tmp_path: Path, register: Callable[..., None]) -> None:
     live, stored = RecordingSink(), RecordingSink()
     register("live", lambda *_: live)
@@ -274,6 +275,7 @@ def test_raising_tracker_is_reported_once_and_disabled(
     assert type(error).__name__ in event.payload["reason"]
 
 
+@pytest.mark.slow
 def test_warnings_as_errors_do_not_end_the_training(
     tmp_path: Path, register: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -284,6 +286,7 @@ def test_warnings_as_errors_do_not_end_the_training(
     assert "'broken' is left out: OSError: gone" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 def test_hanging_tracker_is_abandoned_after_a_timeout(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +305,7 @@ def test_hanging_tracker_is_abandoned_after_a_timeout(
     assert open_run(tmp_path / "run").status.value == "finished"
 
 
+@pytest.mark.slow
 def test_slow_tracker_drops_the_oldest_points_and_warns(
     tmp_path: Path, register: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -377,6 +381,7 @@ def test_unmeasured_values_are_not_sent() -> None:
     assert spreads["update_ratio"].tolist() == [0.5]
 
 
+@pytest.mark.slow
 def test_failing_tracker_is_named_when_sending_a_stored_run(
     tmp_path: Path, register: Callable[..., None]
 ) -> None:

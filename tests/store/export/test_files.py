@@ -104,6 +104,7 @@ def test_parquet_has_types_and_nulls(run: Run, tmp_path: Path) -> None:
     assert (loss[0], math.isnan(loss[1]), loss[2]) == (0.0, True, 1.0)
 
 
+@pytest.mark.slow
 def test_csv_and_parquet_are_equal(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "CHUNK_ROWS", 4)
     text = rows_of(export(run, tmp_path / "out.csv", raw=True)[0])
@@ -115,6 +116,7 @@ def test_csv_and_parquet_are_equal(run: Run, tmp_path: Path, monkeypatch: pytest
         assert row == as_text
 
 
+@pytest.mark.slow
 def test_hdf5(run: Run, tmp_path: Path) -> None:
     (made,) = export(run, tmp_path / "out.h5")
     with h5py.File(made) as file:

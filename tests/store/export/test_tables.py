@@ -120,6 +120,7 @@ def test_units_are_in_the_schema(run: Run) -> None:
     assert schema_of(tables_of(run)["steps"], {"time"}).field("time").metadata[b"unit"] == b"s"
 
 
+@pytest.mark.slow
 def test_attempts_are_distinguished(tmp_path: Path) -> None:
     found = [r for r in rows(write(tmp_path / "run", 2), "gradient") if r["parameter"] == "first"]
     assert [(r["attempt"], r["norm"]) for r in found] == [
@@ -188,6 +189,7 @@ def test_pandas_keeps_null_and_nan_apart(run: Run) -> None:
     assert str(steps["step"].dtype) == "int64[pyarrow]"
 
 
+@pytest.mark.slow
 def test_unknown_table_and_column_names_are_rejected(run: Run) -> None:
     with pytest.raises(KeyError, match="has no table 'gradients'; it has gradient, steps"):
         to_pandas(run, "gradients")

@@ -63,6 +63,7 @@ def test_unmeasured_values_are_empty(tmp_path: Path) -> None:
         assert row[name] == ""
 
 
+@pytest.mark.slow
 def test_layer_without_directions_has_one_row(tmp_path: Path) -> None:
     plan = Injected(steps=(0,), shapes={HEAD: (330, 340)}, strengths={}, replicates=4)
     rows = rows_of(export(write_spectra_run(tmp_path / "run", plan), tmp_path / "out.csv")[0])
@@ -71,6 +72,7 @@ def test_layer_without_directions_has_one_row(tmp_path: Path) -> None:
     assert rows[0]["identifiable"] == "0"
 
 
+@pytest.mark.slow
 def test_directions_are_limited_and_parquet_equals_csv(run: Run, tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
@@ -84,6 +86,7 @@ def test_directions_are_limited_and_parquet_equals_csv(run: Run, tmp_path: Path)
         assert (one["parameter"], one["replicates"]) == (other["parameter"], int(other["replicates"]))
 
 
+@pytest.mark.slow
 def test_rows_option_is_required_for_gradients_and_spectra(tmp_path: Path) -> None:
     from backlight.records import ParameterRecord
 
@@ -99,6 +102,7 @@ def test_rows_option_is_required_for_gradients_and_spectra(tmp_path: Path) -> No
         export(both, tmp_path / "more.csv", max_directions=2)
 
 
+@pytest.mark.slow
 def test_invalid_rows_option_is_rejected(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="at least 1, got 0"):
         export(run, tmp_path / "out.csv", max_directions=0)

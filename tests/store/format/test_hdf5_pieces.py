@@ -26,6 +26,7 @@ def gradients(steps: int, size: int) -> np.ndarray:
     return np.stack([rng.normal(size=size) * scale for _ in range(steps)]).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", [Filters(), Filters("gzip", 9), Filters("lzf"), Filters("none")])
 def test_arrays_are_read_exactly(filters: Filters, tmp_path: Path) -> None:
     values = gradients(40, 3000)
@@ -47,6 +48,7 @@ def test_arrays_are_read_exactly(filters: Filters, tmp_path: Path) -> None:
         assert size < 1.1 * values.nbytes
 
 
+@pytest.mark.slow
 def test_unfinished_pieces_are_readable(tmp_path: Path) -> None:
     values = gradients(9, 2000)
     writer = RunWriter.create(tmp_path / "run")

@@ -39,6 +39,7 @@ def test_safe_names(text: str, name: str) -> None:
     assert safe_name(text) == name
 
 
+@pytest.mark.slow
 @given(ANY_TEXT)
 def test_storable_text_is_valid_utf8_and_unchanged(text: str) -> None:
     stored = storable(text)

@@ -26,6 +26,8 @@ from backlight.store.read.snapshot import SIDE_FILES, Snapshot
 from backlight.store.write.writer import RunWriter
 from fuzz.mutation import journal
 
+pytestmark = pytest.mark.slow
+
 DATABASE = "attempt-000/rank-00000.db"
 Plant = Callable[[Path, Path], None]
 
@@ -137,7 +139,6 @@ def commands(run: Path, other: Path, target: Path) -> Iterator[list[str]]:
     yield ["compact", str(run)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", PLANTED)
 def test_nothing_outside_of_a_run_changes(
     kind: str, outside: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -180,7 +181,6 @@ def test_run_that_states_to_be_live_changes_nothing(
     assert state_of(outside) == before
 
 
-@pytest.mark.slow
 def test_rows_in_the_log_of_a_killed_run_survive_a_hostile_journal(
     tmp_path: Path, outside: Path, killed: Callable[..., Path]
 ) -> None:
@@ -209,7 +209,6 @@ MOMENTS = {
 """Functions before which a folder is replaced by a link."""
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="folders cannot be held open here")
 @pytest.mark.parametrize("name", ["", "attempt-000", "attempt-000/arrays", "attempt-000/.columns-*.tmp"])
 @pytest.mark.parametrize("moment", [(owner, name) for owner, names in MOMENTS.items() for name in names])
@@ -238,7 +237,6 @@ def test_a_folder_that_becomes_a_link_while_it_is_compacted_leads_nowhere(
     assert state_of(outside) == before
 
 
-@pytest.mark.slow
 def test_links_are_refused_by_name(tmp_path: Path, outside: Path) -> None:
     run, part = written(tmp_path / "run"), written(tmp_path / "part", rank=1)
     linked("attempt-000/evidence/stack.txt", "private.txt")(part, outside)
@@ -252,7 +250,6 @@ def test_links_are_refused_by_name(tmp_path: Path, outside: Path) -> None:
             change()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root to act as another user"
 )

@@ -90,6 +90,7 @@ def test_parts_are_joined(
     assert open_run(run).losses == ()
 
 
+@pytest.mark.slow
 def test_compacted_part_is_joined(tmp_path: Path, host: Callable[[str], None], record: Record) -> None:
     run, part = two_hosts(tmp_path, host, record)
     compact(part)
@@ -159,6 +160,7 @@ def test_running_start_of_the_same_job_is_not_taken_over(tmp_path: Path) -> None
     writer.close()
 
 
+@pytest.mark.slow
 def test_ranks_with_different_options_are_reported(tmp_path: Path, record: Record) -> None:
     options_by_rank = [
         {"monitors": ["health"], "every": 1},

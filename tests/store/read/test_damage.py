@@ -144,6 +144,7 @@ def test_invalid_database_is_rejected(run_path: Path, content: bytes) -> None:
         open_run(run_path)
 
 
+@pytest.mark.slow
 def test_unreadable_attempt_does_not_hide_the_other(run_path: Path, record: Record) -> None:
     record(run_path, 3)
     database(run_path).write_bytes(b"junk" * 1000)
@@ -318,6 +319,7 @@ def test_flipped_byte_in_an_array_is_detected(run_path: Path) -> None:
     assert any("checksum of array 'gram' is wrong" in loss for loss in run.losses)
 
 
+@pytest.mark.slow
 def test_unsafe_hdf5_arrays_are_not_read(run_path: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.h5"
     with h5py.File(secret, "w") as file:

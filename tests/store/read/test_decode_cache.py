@@ -92,6 +92,7 @@ def test_only_new_rows_are_decoded(run: Growing, decoded: list[int]) -> None:
     assert decoded == [200, 3]
 
 
+@pytest.mark.slow
 def test_returned_arrays_do_not_change(run: Growing) -> None:
     follow = open_growing()
     run.steps(20)
@@ -122,6 +123,7 @@ def test_older_snapshot_is_served_from_the_cache(run: Growing, decoded: list[int
     assert_same(follow(run.path), open_run(run.path))
 
 
+@pytest.mark.slow
 def test_replaced_run_is_decoded_again(tmp_path: Path) -> None:
     follow = open_growing()
     # A shorter run, and a longer one whose first 15 steps equal the other's length.
@@ -134,6 +136,7 @@ def test_replaced_run_is_decoded_again(tmp_path: Path) -> None:
         shutil.rmtree(run.path)
 
 
+@pytest.mark.slow
 def test_attempts_and_rewritten_steps_equal_a_full_read(tmp_path: Path) -> None:
     path = tmp_path / "restarted"
     write_run(path, Plan(steps=60, blocks=1, attempts=2, user={"train_accuracy": 1.0}))
@@ -190,6 +193,7 @@ def test_joined_ranks_equal_a_full_read(tmp_path: Path, sharded: bool) -> None:
     assert_same(follow(path), open_run(path))
 
 
+@pytest.mark.slow
 def test_only_new_rows_of_ranks_are_decoded(ranks: list[Growing], tmp_path: Path, decoded: list[int]) -> None:
     follow = open_growing()
     for amount in (200, 3):
@@ -260,6 +264,7 @@ def test_new_rows_are_joined_in_windows_beyond_the_memory_limit(
     assert_same(newest, open_run(path))
 
 
+@pytest.mark.slow
 def test_only_new_rows_of_a_further_attempt_are_decoded(tmp_path: Path, decoded: list[int]) -> None:
     path = tmp_path / "run"
     first = Growing(path)
@@ -279,6 +284,7 @@ def test_only_new_rows_of_a_further_attempt_are_decoded(tmp_path: Path, decoded:
     assert_same(follow(path), open_run(path))
 
 
+@pytest.mark.slow
 def test_new_rank_offset_joins_its_step_again(ranks: list[Growing], tmp_path: Path) -> None:
     path = tmp_path / "run"
     follow = open_growing()

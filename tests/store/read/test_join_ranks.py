@@ -14,6 +14,8 @@ from backlight.store.read.rank_file import Block, RankFile
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
+pytestmark = pytest.mark.slow
+
 COLUMNS = ("norm", "max_abs", "nan", "rms", "measured")
 
 

@@ -321,6 +321,7 @@ assert "h5py" not in sys.modules
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "run")], check=True)
 
 
+@pytest.mark.slow
 def test_missing_directory_or_file_is_reported(tmp_path: Path, record: Record) -> None:
     for _ in range(2):
         writer = RunWriter.create(tmp_path / "run", resume=True)

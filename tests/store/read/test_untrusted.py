@@ -149,6 +149,7 @@ def test_zeros_are_stored_so_that_they_can_be_read(tmp_path: Path) -> None:
     assert found.values.shape == (3, 100_000)
 
 
+@pytest.mark.slow
 def test_array_that_grows_beyond_its_bytes_is_refused(tmp_path: Path) -> None:
     h5py = pytest.importorskip("h5py")
     path = tmp_path / "rank-00000-000000.h5"

@@ -163,6 +163,7 @@ def test_widest_of_overlapping_pieces_is_used() -> None:
     assert unmerged(spans) == ["b", "d", "e"]
 
 
+@pytest.mark.slow
 def test_lowest_rank_and_latest_attempt_take_precedence(
     tmp_path: Path, record: Callable[..., object]
 ) -> None:

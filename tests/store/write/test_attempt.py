@@ -154,6 +154,7 @@ def test_model_of_a_resumed_run_is_expected_to_be_the_same(tmp_path: Path) -> No
         assert resumed.expected_fingerprint == print_
 
 
+@pytest.mark.slow
 def test_discarded_attempt_leaves_the_run_as_it_was(
     tmp_path: Path, record: Callable[..., object], digest: Digest
 ) -> None:
@@ -177,6 +178,7 @@ def test_discarded_attempt_leaves_the_run_as_it_was(
     assert open_run(tmp_path / "closed").status is RunStatus.FINISHED
 
 
+@pytest.mark.slow
 def test_of_processes_that_start_at_once_each_gets_a_directory(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "train"
     path.mkdir(parents=True)  # another process has just created it

@@ -64,6 +64,7 @@ def test_run_of_any_length_fits_the_limit(tmp_path: Path, record: Record) -> Non
     assert size <= limit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameters", [1, pytest.param(100, marks=pytest.mark.full)])
 def test_scalars_and_the_log_are_within_the_limit(tmp_path: Path, record: Record, parameters: int) -> None:
     path, limit = tmp_path / "run", 2_000_000

@@ -18,6 +18,7 @@ from backlight.records import Fingerprint, ParameterRecord, RunStatus
 from backlight.store.errors import RunWriteError
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
+from processes import run_captured
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
 
@@ -257,9 +258,7 @@ assert len(messages) == 1, messages
 
 @pytest.mark.slow
 def test_closed_descriptors_are_a_loss_and_harm_no_file_of_the_script(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", CLOSE_ALL, str(tmp_path)], capture_output=True, text=True, check=False
-    )
+    done = run_captured([sys.executable, "-c", CLOSE_ALL, str(tmp_path)])
     assert done.returncode == 0, done.stderr
     assert all(path.read_bytes() == b"x" * 100_000 for path in tmp_path.iterdir() if path.is_file())
     run = open_run(tmp_path / "run")

@@ -64,7 +64,6 @@ thread = threading.Thread(target=hold); thread.start(); held.wait()
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leave", "hold", "release"),
     [

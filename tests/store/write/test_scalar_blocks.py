@@ -94,6 +94,7 @@ def test_a_changed_block_is_left_out_and_counted(tmp_path: Path, column: str) ->
     assert any(f"{BLOCK_VALUES} of 3072 values of table scalar are damaged" in loss for loss in run.losses)
 
 
+@pytest.mark.slow
 def test_a_compacted_run_has_the_same_scalars(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     with RunWriter.create(tmp_path / "run") as writer:

@@ -87,6 +87,7 @@ def test_no_open_database_in_the_run_directory(network: Path, tmp_path: Path, re
     assert (run.series_steps("gradient").tolist(), run.losses) == (list(range(10)), ())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("network", "segment_per_flush")
 def test_segments_are_read_as_one_file(tmp_path: Path, record: Record) -> None:
     path = tmp_path / "run"
@@ -112,6 +113,7 @@ def test_segments_are_read_as_one_file(tmp_path: Path, record: Record) -> None:
     assert progress["local"] == ""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("network", "segment_per_flush")
 def test_compaction_replaces_the_segments(tmp_path: Path, record: Record) -> None:
     path = tmp_path / "run"

@@ -69,6 +69,7 @@ def check(run: Run, steps: int = STEPS) -> None:
     assert run.losses == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [100, 250, 1700, 3000])
 def test_old_steps_are_bins_and_new_ones_are_whole(tmp_path: Path, every: int) -> None:
     run = written(tmp_path / "run", every=every)
@@ -80,6 +81,7 @@ def test_old_steps_are_bins_and_new_ones_are_whole(tmp_path: Path, every: int) -
     assert len(run.scalar("loss").steps) < BINS + 2 * WHOLE + every + step_bins.bin_width(STEPS)
 
 
+@pytest.mark.slow
 def test_scalars_that_are_not_of_every_step_are_not_thinned(tmp_path: Path) -> None:
     run = written(tmp_path / "run")
     rare = np.arange(0, STEPS, 100)
@@ -121,6 +123,7 @@ def test_compaction_keeps_what_is_left(tmp_path: Path) -> None:
     check(open_run(tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_steps_of_a_long_run_take_a_bounded_space(tmp_path: Path) -> None:
     """What is logged once more as long takes no more room."""
     sizes = []
@@ -130,6 +133,7 @@ def test_steps_of_a_long_run_take_a_bounded_space(tmp_path: Path) -> None:
     assert sizes[1] <= 1.5 * sizes[0]
 
 
+@pytest.mark.slow
 def test_a_damaged_block_leaves_the_others_as_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

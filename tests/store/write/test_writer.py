@@ -143,6 +143,7 @@ def test_numbers_round_trip(tmp_path_factory: pytest.TempPathFactory, data: st.D
     assert run.losses == ()
 
 
+@pytest.mark.slow
 def test_hostile_names_are_stored_safely(tmp_path: Path) -> None:
     path = tmp_path / "run"
     writer = RunWriter.create(path, name="\n../\0\udcff" * 50, script="../x", arguments=("\udcff",))
@@ -282,6 +283,7 @@ def test_finished_run_has_no_database_log(tmp_path: Path, record: Callable[..., 
     assert attempt["progress"]["step"] == 2
 
 
+@pytest.mark.slow
 def test_concurrent_writes_and_flushes(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run", flush_interval=0.0)
     table = writer.parameter_table(TABLE)

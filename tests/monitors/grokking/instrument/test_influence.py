@@ -124,6 +124,7 @@ def test_watched_run_holds_influences_and_its_weights_are_unchanged(tmp_path: Pa
     assert isinstance(tangent_kernel(Source(run, ())), Drawn)
 
 
+@pytest.mark.slow
 def test_samples_of_a_batch_that_changes_are_not_summed(tmp_path: Path) -> None:
     torch.manual_seed(1)
     probe, held_out = batch(6), batch(9)

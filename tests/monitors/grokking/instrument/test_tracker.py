@@ -168,6 +168,7 @@ def test_probe_records_mean_gram_vectors_and_agop(scope: str) -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_failure_is_recorded_or_raised() -> None:
     model, warnings = BlockAndHead(), list[tuple[str, str]]()
     recorder = MemoryRecorder()

@@ -163,6 +163,7 @@ def test_seeds_must_have_been_trained_alike(tmp_path: Path) -> None:
     assert [found.path for found in seeds_of(run, [again, same, control, other])] == [same.path]
 
 
+@pytest.mark.slow
 def test_no_conclusion_without_control(pair: tuple[Run, Run]) -> None:
     run, _ = pair
     strong = [row for row in lead_lags(run, detect_run(run)) if abs(row.correlation or 0) >= 0.7]
@@ -208,6 +209,7 @@ def test_too_few_common_logs_give_no_correlation(tmp_path: Path) -> None:
     assert {row.conclusion for row in rows} == {"too few common logs"}
 
 
+@pytest.mark.slow
 def test_change_points_are_where_level_changes() -> None:
     draw = np.random.default_rng(0)
     steps = np.arange(0, 1000, 10)

@@ -42,6 +42,7 @@ def test_hard_clipping_is_info_where_the_optimizer_divides_by_the_gradient(
 SAMPLED = [*range(64), *range(64, 4096, 32)]
 
 
+@pytest.mark.slow
 def test_share_and_first_part_count_steps(synthetic: Any, evaluated: Any) -> None:
     """Most recorded steps are early ones: they are a small part of the run."""
 
@@ -75,6 +76,7 @@ def test_norm_of_every_step_is_compared_with_the_last_clip_norm(synthetic: Any, 
     assert not evaluated(run(lambda step: 0.5 if step % 50 else 50.0), "always_clipped")
 
 
+@pytest.mark.slow
 def test_effect_is_that_of_the_optimizer(evaluated: Any, tmp_path: Path) -> None:
     for optimizers, words in (
         (("AdamW",), "AdamW divides by the size of the gradients"),
@@ -91,6 +93,7 @@ def test_effect_is_that_of_the_optimizer(evaluated: Any, tmp_path: Path) -> None
         assert finding.is_hint
 
 
+@pytest.mark.slow
 def test_healthy_clipping_has_no_finding(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": [1e-2] * 100}
     half = np.where(np.arange(100) % 2, 0.5, 1.0)

@@ -68,6 +68,7 @@ def eval_mode(before: float, after: float, shape: tuple[int, ...]) -> dict[str, 
     return {"rms": rms, "records": {"x": parameter("x", shape)}}
 
 
+@pytest.mark.slow
 def test_ratio_to_rounding_noise_is_no_explosion(synthetic: Any, evaluated: Any) -> None:
     # 3.5e-9 next to gradients of 1e-2 is the rounding error of a sum that is zero, until it no longer is.
     run = synthetic(**eval_mode(3.5e-9, 1e-2, (8, 8)))
@@ -84,6 +85,7 @@ def test_exploding_vector_alone_is_a_hint(synthetic: Any, evaluated: Any) -> Non
     assert finding.is_hint
 
 
+@pytest.mark.slow
 def test_huge_norm_is_found_without_a_past(synthetic: Any, evaluated: Any) -> None:
     (finding,) = evaluated(synthetic({"a": noise(80) * 1e11, "b": noise(80, 1)}), "exploding")
     assert finding.severity is Severity.WARNING
@@ -93,6 +95,7 @@ def test_huge_norm_is_found_without_a_past(synthetic: Any, evaluated: Any) -> No
         assert not evaluated(synthetic({"a": sound, "b": noise(80, 1)}), "exploding")
 
 
+@pytest.mark.slow
 def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     steps = np.arange(400)
     rms = {
@@ -106,6 +109,7 @@ def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     assert not evaluated(synthetic(rms), "exploding")
 
 
+@pytest.mark.slow
 def test_return_to_the_usual_size_is_no_explosion(synthetic: Any, evaluated: Any) -> None:
     # A policy that solves its task has hardly any gradient until it fails again.
     solved = {"actor": noise(500), "critic": noise(500, 1), "other": noise(500, 2)}
@@ -118,6 +122,7 @@ def test_return_to_the_usual_size_is_no_explosion(synthetic: Any, evaluated: Any
     assert finding.subject.parameter == "actor"
 
 
+@pytest.mark.slow
 def test_more_terms_explain_growth(synthetic: Any, evaluated: Any) -> None:
     # An agent that fails at once learns from 8 steps an episode, and from 400 once it balances.
     episodes = np.where(np.arange(80) < 60, 8.0, 400.0)
@@ -131,6 +136,7 @@ def test_more_terms_explain_growth(synthetic: Any, evaluated: Any) -> None:
     assert (finding.subject.parameter, finding.subject.step) == ("a", 62)
 
 
+@pytest.mark.slow
 def test_clip_norm_counts_only_with_growth(synthetic: Any, evaluated: Any) -> None:
     rms = {"a": noise(80), "b": noise(80, 1)}
     clip = {"clip/norm": [0.1] * 80, "clip/limit": [1e-3] * 80}
@@ -160,6 +166,7 @@ def test_unstable_rate_is_found_and_its_control_is_not(recorder: Any, evaluated:
     assert not evaluate_rules(diverge(recorder, 0.1))
 
 
+@pytest.mark.slow
 def test_rounding_error_does_not_explode(synthetic: Any, evaluated: Any) -> None:
     noise = [1e-10] * 40 + [2e-7] * 40  # a bias before a batch norm, after a change of the kernel
     assert not evaluated(synthetic({"bias": noise, "a": [1e-2] * 80, "b": [1e-2] * 80}), "exploding")

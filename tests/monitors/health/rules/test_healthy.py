@@ -312,6 +312,7 @@ SLOW = {
 """Variants of setups that the default run covers."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.full] if n in SLOW else []) for n in sorted(SETUPS)]
 )

@@ -54,6 +54,7 @@ def test_only_lasting_large_updates_are_found(synthetic: Any, evaluated: Any) ->
     assert not evaluated(synthetic(short, update={"a": [0.2] * 49}), "large_update")
 
 
+@pytest.mark.slow
 def test_zero_initialised_weights_have_a_longer_start(synthetic: Any, evaluated: Any) -> None:
     def grown(steps: int, start: float) -> Any:
         rms = {"a": [1e-3] * steps}

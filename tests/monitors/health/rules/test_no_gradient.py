@@ -72,6 +72,7 @@ def test_no_gradient_at_all_is_an_error(recorder: Any, evaluated: Any) -> None:
     assert "why-no-grad" in finding.fix
 
 
+@pytest.mark.slow
 def test_parameters_with_gradients_have_no_finding(recorder: Any, synthetic: Any, evaluated: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3))
     assert not evaluated(train(recorder, model, list(model.parameters())), "no_gradient")
@@ -113,6 +114,7 @@ def cut_of(recorder: Any, evaluated: Any, cut: Any) -> list[str]:
     return [f.title for f in found if f.severity is Severity.WARNING]
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_cut_from_the_loss_later_is_found(recorder: Any, evaluated: Any) -> None:
     """Its gradients were there for long: that it had some hid that it has none any more."""
     titles = cut_of(recorder, evaluated, lambda _, step: step > 40)

@@ -48,6 +48,7 @@ def test_rate_of_zero_or_below_resolution_is_found(
     assert (finding.evidence[-1].path, finding.evidence[-1].value) == ("scalars/lr/0/0", rate)
 
 
+@pytest.mark.slow
 def test_one_group_at_zero_is_a_warning(recorder: Any, evaluated: Any) -> None:
     model = build()
     groups = [{"params": model[2].parameters(), "lr": 0.1}, {"params": model[0].parameters(), "lr": 0.1}]
@@ -91,6 +92,7 @@ def test_zero_gradient_and_skipped_steps_do_not_count(synthetic: Any, evaluated:
     assert not evaluated(synthetic(rms, update=still, scalars=skipped), "no_update")
 
 
+@pytest.mark.slow
 def test_update_below_fp32_resolution_is_no_evidence(synthetic: Any, evaluated: Any) -> None:
     """The gradient of a bias before a batch norm is rounding error; its update is below the spacing."""
     noise = {"conv.bias": [2e-8] * 30, "conv.weight": [1e-2] * 30}
@@ -164,6 +166,7 @@ def slow(synthetic: Any, ratio: Any, loss: Any = 0.7, rate: Any = 1e-9) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_rate_that_is_too_low_all_run_is_named(synthetic: Any, evaluated: Any) -> None:
     (finding,) = evaluated(slow(synthetic, 2e-8), "no_update")
     assert finding.title == "The learning rate of 1e-9 is too low to change the weights"

@@ -61,6 +61,7 @@ def test_small_spike_of_the_norm_alone_is_info(synthetic: Any, evaluated: Any) -
     assert finding.severity is Severity.INFO
 
 
+@pytest.mark.slow
 def test_non_finite_values_are_neither_history_nor_spike(synthetic: Any, evaluated: Any) -> None:
     norm = noise()
     norm[60:90] = np.inf
@@ -125,6 +126,7 @@ def test_damaged_sample_is_found_and_its_control_is_not(recorder: Any, evaluated
     assert not evaluated(train(recorder, None), "spike")
 
 
+@pytest.mark.slow
 def test_models_that_train_in_turn_have_histories_of_their_own(synthetic: Any, evaluated: Any) -> None:
     # Of 200 recorded steps of a thinned cadence every tenth is one of the actor, whose loss is far higher.
     loss, actor = 0.1 * noise(), np.arange(200) % 10 == 9
@@ -139,6 +141,7 @@ def test_models_that_train_in_turn_have_histories_of_their_own(synthetic: Any, e
     assert finding.subject.step == 120
 
 
+@pytest.mark.slow
 def test_next_layer_with_an_optimizer_of_its_own_is_no_spike(synthetic: Any, evaluated: Any) -> None:
     loss = 0.1 * noise(120) + np.tile(0.7 * np.exp(-np.arange(60) / 3), 2)
     rms, scalars = series_of(noise(120), loss=loss)
@@ -162,6 +165,7 @@ def test_more_terms_are_no_spike(synthetic: Any, evaluated: Any) -> None:
     assert ("scalars/forwards", 240.0) in [(one.path, one.value) for one in finding.evidence]
 
 
+@pytest.mark.slow
 def test_loss_of_both_signs_leaps_with_the_norm(synthetic: Any, evaluated: Any) -> None:
     norm, loss = noise(), np.random.default_rng(1).normal(0, 1, 200)
     loss[120] = 200.0  # what a policy gradient adds up has no size: an unlikely action makes it large
@@ -173,6 +177,7 @@ def test_loss_of_both_signs_leaps_with_the_norm(synthetic: Any, evaluated: Any) 
     assert {"scalars/total_norm", "scalars/loss"} <= {one.path for one in finding.evidence}
 
 
+@pytest.mark.slow
 def test_advice_knows_that_the_script_clips(synthetic: Any, evaluated: Any) -> None:
     norm = noise()
     norm[120] *= 20

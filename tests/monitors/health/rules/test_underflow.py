@@ -49,6 +49,7 @@ def test_small_loss_scale_is_found_and_its_control_is_not(recorder: Any, evaluat
     assert not evaluated(autocast(recorder, 2.0**16), "loss_scale")
 
 
+@pytest.mark.slow
 def test_other_zeros_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     half = {
         name: ParameterRecord(name, (8, 8), "float16", "cpu", 64, module_type=kind)

@@ -198,6 +198,7 @@ def test_only_needed_medians_are_computed() -> None:
     assert np.flatnonzero(~np.isnan(medians[:, 0])).tolist() == list(range(296, 304))
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**31), steps=st.integers(0, 120), window=st.integers(1, 30))
 @settings(max_examples=60, deadline=None)
 def test_end_of_the_run_matches_the_whole_run(seed: int, steps: int, window: int) -> None:

@@ -26,6 +26,7 @@ def test_severity_depends_on_the_parameters(synthetic: Any, evaluated: Any) -> N
     assert (vector.severity, vector.subject.parameter) == (Severity.INFO, "conv.bias")
 
 
+@pytest.mark.slow
 def test_fix_names_the_case(synthetic: Any, evaluated: Any) -> None:
     names = {"head.bias": (8,), "rnn.weight_hh_l0_reverse": (8, 8), "0.weight": (8, 8)}
     fixes = {}

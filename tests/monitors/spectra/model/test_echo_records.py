@@ -61,6 +61,7 @@ def test_table_is_read_as_it_was_recorded(tmp_path, result):
     assert run.scalar(f"spectra/{LAYER.parameter}/identifiable").values.tolist() == [1, 3]
 
 
+@pytest.mark.slow
 def test_later_attempt_replaces_earlier(tmp_path, result):
     for scale in (1.0, 2.0):
         writer = RunWriter.create(tmp_path / "run", step_offset=0, resume=scale > 1.0)
@@ -86,6 +87,7 @@ def test_layers_without_measured_event_are_not_measured(tmp_path, result):
         table(run, 6, "elsewhere")
 
 
+@pytest.mark.slow
 def test_layer_of_noise_has_table(tmp_path):
     torch.manual_seed(3)
     noise = spectral_echo(torch.randn(4, 400, 400))

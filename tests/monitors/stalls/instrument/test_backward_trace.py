@@ -104,6 +104,7 @@ def test_tracing_changes_nothing(name: str) -> None:
     assert recorded == WITHOUT_BACKWARD.get(name, {"begin", "end", "gradient", "module"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["plain", "checkpointing_reentrant", "copied_and_saved", "scaler_with_fused"]
 )
@@ -118,6 +119,7 @@ def test_watch_with_trace_changes_nothing(name: str, tmp_path: Path) -> None:
     assert {event.step for event in events} == set(range(case.steps))
 
 
+@pytest.mark.slow
 def test_long_chain_of_modules_is_traced_up_to_a_limit() -> None:
     def train() -> None:
         cell, y = nn.Tanh(), torch.ones(1, requires_grad=True)
@@ -158,6 +160,7 @@ optimizer.step()
 """
 
 
+@pytest.mark.slow
 def test_lines_and_events_are_stored_when_backward_hangs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HANGING)
     process = subprocess.Popen(
@@ -217,6 +220,7 @@ def test_tracing_leaves_ranks_unchanged(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_buckets_over_two_ranks(tmp_path: Path) -> None:
     for rank, done in enumerate(trace_ranks(tmp_path)):
         lines = [line for line in done.stderr.splitlines() if line.startswith(f"[rank {rank}]")]

@@ -12,6 +12,8 @@ import time
 import traceback
 import types
 
+import pytest
+
 from backlight.monitors.stalls.instrument.stack_sampler import probe_bytecode, take_sample
 from backlight.watchdog.stacks import StackSample, parse_samples, user_frame
 
@@ -123,6 +125,7 @@ while sampler.is_alive():
 """
 
 
+@pytest.mark.slow
 def test_frames_that_end_during_a_collection_are_not_read() -> None:
     done = subprocess.run([sys.executable, "-c", COLLECTING], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "sampled\n"), done.stderr

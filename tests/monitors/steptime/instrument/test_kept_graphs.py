@@ -18,6 +18,8 @@ import backlight
 from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Finding, Severity
 
+pytestmark = pytest.mark.slow
+
 STEPS = 60
 Loop = Callable[..., None]
 FAULTS: list[Loop] = []
@@ -293,7 +295,6 @@ def findings(path: Path, loop: Callable[[], None]) -> list[Finding]:
     return [f for f in evaluate_rules(backlight.open_run(path)) if f.rule == "memory"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loop", FAULTS, ids=lambda loop: loop.__name__)
 def test_kept_graphs_are_found_with_their_line(
     loop: Loop, tmp_path: Path, marked_line: Callable[[Any], str]
@@ -307,13 +308,11 @@ def test_kept_graphs_are_found_with_their_line(
     assert not findings(tmp_path / "twin", lambda: loop(False))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loop", CONTROLS, ids=lambda loop: loop.__name__)
 def test_graphs_that_are_released_are_no_finding(loop: Loop, tmp_path: Path) -> None:
     assert not findings(tmp_path / "run", loop)
 
 
-@pytest.mark.slow
 def test_watching_keeps_nothing_alive(tmp_path: Path) -> None:
     alive: list[weakref.ref[Tensor]] = []
 

@@ -38,6 +38,7 @@ def test_half_of_a_step_waiting_for_data_is_told_without_a_profile(stored: Any, 
     assert "backlight profile --confirm" in found.fix
 
 
+@pytest.mark.slow
 def test_control_confirms_or_refutes_the_data_wait(stored: Any, evaluated: Any) -> None:
     (found,) = evaluated(stored(WAITING, profile=control(0.72)), "bottleneck")
     assert found.severity is Severity.INFO
@@ -47,6 +48,7 @@ def test_control_confirms_or_refutes_the_data_wait(stored: Any, evaluated: Any) 
         assert not evaluated(stored(WAITING, profile=refuting), "bottleneck")
 
 
+@pytest.mark.slow
 def test_fast_loader_and_short_run_have_no_finding(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(HEALTHY), "bottleneck")
     assert not evaluated(stored(WAITING, steps=15, profile=PROFILE), "bottleneck")
@@ -100,6 +102,7 @@ def test_outliers_are_reported_by_cause(stored: Any, evaluated: Any) -> None:
     assert "gc.freeze()" in by_phase[None].fix
 
 
+@pytest.mark.slow
 def test_one_or_two_outliers_and_a_busy_machine_have_no_finding(stored: Any, evaluated: Any) -> None:
     changes = {(step, "backward"): 0.5 for step in (30, 40, 50)}
     assert evaluated(stored(HEALTHY, changes=changes, runtime_info={"core_wait": 0.01}), "outlier_steps")
@@ -132,6 +135,7 @@ def test_a_step_is_compared_with_steps_of_the_same_optimizers(
     assert len(evaluated(run, "outlier_steps")) == expected
 
 
+@pytest.mark.slow
 def test_steps_with_an_evaluation_are_no_outliers(stored: Any, evaluated: Any) -> None:
     levels = HEALTHY | {"evaluation": 0.0}
     changes = {(step, "data"): 0.4 for step in (20, 30, 40)}
@@ -150,6 +154,7 @@ def test_longer_episodes_are_no_outliers(stored: Any, evaluated: Any) -> None:
     assert evaluated(stored(HEALTHY, changes=changes, scalars={"forwards": equal}), "outlier_steps")
 
 
+@pytest.mark.slow
 def test_scatter_cold_start_and_short_pauses_are_no_outliers(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(HEALTHY, changes={(0, "backward"): 2.0}), "outlier_steps")
     # Far above the median, but a negligible share of the run.
@@ -160,6 +165,7 @@ def test_scatter_cold_start_and_short_pauses_are_no_outliers(stored: Any, evalua
         assert bool(evaluated(stored(short, changes=changes), "outlier_steps")) == is_found
 
 
+@pytest.mark.slow
 def test_straggler_is_found_with_its_phase(stored: Any, evaluated: Any) -> None:
     (found,) = evaluated(stored(ranks=[WAITS, WAITS, LATE, WAITS]), "bottleneck")
     assert (found.subject.rank, found.subject.phase) == (2, "data")

@@ -63,6 +63,7 @@ def test_launch_bound_fix_for_a_compiled_model(stored: Any, evaluated: Any) -> N
     assert found.fix.startswith("The model is compiled already")
 
 
+@pytest.mark.slow
 def test_copies_are_summed_by_line(stored: Any, evaluated: Any) -> None:
     copies = [
         copy("train.py:12 (step)", 0.04),
@@ -79,6 +80,7 @@ def test_copies_are_summed_by_line(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(profile=TRACED | {"copies": copies[2:]}), "bottleneck")
 
 
+@pytest.mark.slow
 def test_logits_are_compared_with_the_peak(stored: Any, evaluated: Any) -> None:
     large = {"memory": {"peak": 8 * 2**30, "capacity": 16 * 2**30}, "logits": LOGITS}
     (found,) = evaluated(stored(profile=STEP | large), "memory")
@@ -91,6 +93,7 @@ def test_logits_are_compared_with_the_peak(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(profile=STEP | much_else), "memory")
 
 
+@pytest.mark.slow
 def test_recomputation_sums_outermost_modules(stored: Any, evaluated: Any) -> None:
     modules = [module(f"blocks.{i}", 5, 10, 2.0) for i in range(3)] + [module("blocks.0.up", 2, 4, 1.0)]
     (found,) = evaluated(stored(profile=STEP | MEMORY | {"modules": modules}), "memory")
@@ -103,6 +106,7 @@ def test_recomputation_sums_outermost_modules(stored: Any, evaluated: Any) -> No
     assert not evaluated(stored(profile=STEP | MEMORY | {"modules": none}), "memory")
 
 
+@pytest.mark.slow
 def test_exposed_communication(stored: Any, evaluated: Any) -> None:
     def profile(share: float | None) -> dict[str, Any]:
         return TRACED | {"exposed_communication": share, "exposed_by_step": [share or 0.0] * 10}

@@ -32,6 +32,7 @@ def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(runtime_info=alone), "bottleneck")
 
 
+@pytest.mark.slow
 def test_fragmentation_by_reserve_and_by_retries(stored: Any, evaluated: Any) -> None:
     apart = {"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 0}}
     (found,) = evaluated(stored(runtime_info=apart), "memory")
@@ -45,6 +46,7 @@ def test_fragmentation_by_reserve_and_by_retries(stored: Any, evaluated: Any) ->
     assert not evaluated(stored(runtime_info={"memory": {"peak": 8 * GIB}}), "memory")
 
 
+@pytest.mark.slow
 def test_graph_breaks_with_their_reasons(stored: Any, evaluated: Any) -> None:
     breaks = {"Tensor.item(): capture_scalar_outputs is off": 2}
     facts = {"compilation": {"graphs": 3, "graph_breaks": breaks}}

@@ -44,6 +44,7 @@ def test_check_interval_doubles() -> None:
     assert [number for number, checked in enumerate(checked_at, 1) if checked] == [1, 2, 4, 8]
 
 
+@pytest.mark.slow
 def test_new_combination_is_checked_again() -> None:
     net, batch, task = linear(), images(7), Task()
     assert [was_checked(backlight.gram(net, task.loss, batch)) for _ in range(3)] == [True, True, False]
@@ -69,6 +70,7 @@ class LateMixing(nn.Module):
         return out + self.share * out.mean(0)
 
 
+@pytest.mark.slow
 def test_late_sample_mixing_is_detected_every_time() -> None:
     net, batch = LateMixing().double(), images(7)
     for _ in range(3):

@@ -114,6 +114,7 @@ def test_eigenvectors_of_layer_block_and_parameter(scope: str, centred: bool) ->
     torch.testing.assert_close(spectrum, values.numpy(), rtol=1e-9, atol=0)
 
 
+@pytest.mark.slow
 def test_layers_and_blocks_are_sums_of_parameters() -> None:
     setup = MODELS["gpt"]()
     found = backlight.gram(setup.model, setup.loss, setup.batch)
@@ -184,6 +185,7 @@ def test_model_is_left_unchanged() -> None:
     assert not net.lin._forward_hooks
 
 
+@pytest.mark.slow
 def test_reentrant_checkpointing_keeps_gradients_and_hooks() -> None:
     setup = MODELS["gpt_checkpointed_reentrant"]()
     setup.loss(setup.model, setup.batch).backward()
@@ -222,6 +224,7 @@ def test_no_pass_takes_more_samples_than_requested() -> None:
     assert found.matrix.shape == (N, N)
 
 
+@pytest.mark.slow
 def test_float32_and_autocast() -> None:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(7, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 3))
@@ -244,6 +247,7 @@ def test_float32_and_autocast() -> None:
     assert inside.coverage["0.weight"].difference < 0.01
 
 
+@pytest.mark.slow
 def test_gradient_that_cancels_passes_coverage_check() -> None:
     class Keys(nn.Module):
         def __init__(self) -> None:
@@ -460,6 +464,7 @@ def test_products_in_float32_add_less_than_rounding_of_gradients(
     assert 0 < (added / true).max() <= (had / true).max()
 
 
+@pytest.mark.slow
 def test_products_in_float32_raise_reported_tolerance() -> None:
     net = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3))
     x, y = images(7)

@@ -152,6 +152,7 @@ def relative(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [None, 2])
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
@@ -239,6 +240,7 @@ def test_samples_learned_by_heart_pass_in_float32() -> None:
     assert all(check.holds for check in found.coverage.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixed", [False, True])
 def test_gradients_that_add_up_over_long_sequences(mixed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding is relative to their sum, so that they are not compared again in float64."""
