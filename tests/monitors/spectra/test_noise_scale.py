@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -397,7 +396,8 @@ def test_several_ranks_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def attach_as_one_of_two(monitor: NoiseScaleMonitor, run: Any) -> None:
-    ATTACH(monitor, dataclasses.replace(run, world_size=2))
+    run.world_size = 2
+    ATTACH(monitor, run)
 
 
 ATTACH = NoiseScaleMonitor.attach
