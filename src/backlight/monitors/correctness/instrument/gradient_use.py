@@ -74,9 +74,9 @@ class _Flags:
     """Whether each of some gradients has a value that is not zero; one that is None has none."""
 
     def __init__(self, check: Check, gradients: Sequence[Tensor | None]) -> None:
-        present = [(row, local(one)) for row, one in enumerate(gradients) if one is not None]
+        present = [(row, local(gradient)) for row, gradient in enumerate(gradients) if gradient is not None]
         self._rows = [row for row, _ in present]
-        self._snapshot = check.snapshot([first_values(one) for _, one in present], lambda x: x.ne(0))
+        self._snapshot = check.snapshot([first_values(tensor) for _, tensor in present], lambda x: x.ne(0))
 
     def are_there(self, row: int) -> bool:
         """Return whether a gradient has values; for :meth:`Check.when_known`."""
@@ -169,15 +169,15 @@ class GradientUse(Check):
             return
         self._all_backwards += 1
         self._passes += 1
-        for one in self._used.values():
-            tensor = one.same()
-            if tensor is not None and local(tensor)._version > one.version:
-                one.version, one.was_added_to = local(tensor)._version, True
+        for use in self._used.values():
+            tensor = use.same()
+            if tensor is not None and local(tensor)._version > use.version:
+                use.version, use.was_added_to = local(tensor)._version, True
         if self.due:
             now = self._sampled(self.run.scope.optimizers())
             self._fresh = {
-                key: one
-                for key, one in now.items()
+                key: use
+                for key, use in now.items()
                 if (before := self._before.get(key)) is None or not before.is_untouched()
             }
             self._note_values(self._fresh.values())
@@ -217,13 +217,13 @@ class GradientUse(Check):
             self.forget()
         elif self.run.scope.holds(optimizer):
             parameters = parameters_of(optimizer)
-            held = {id(p) for p in parameters}
+            keys = {id(p) for p in parameters}
             if self._fresh and all(p.grad is None for p in parameters):
                 # The backward was for this optimizer and has not reached it, of which there is a finding.
                 self._is_intended = True
             self._report_second_step(optimizer)
-            self._report_sums(held)
-            self._report_cleared(held)
+            self._report_sums(keys)
+            self._report_cleared(keys)
             self._report_order()
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
@@ -326,33 +326,33 @@ class GradientUse(Check):
 
         self.when_known(report)
 
-    def _report_sums(self, held: set[int]) -> None:
+    def _report_sums(self, keys: set[int]) -> None:
         """Report gradients that hold the sum of two steps."""
         step = self.step
-        own = [self._used.pop(key) for key in list(self._used) if key in held]
-        summed = [one for one in own if one.was_added_to and one.same() is not None]
+        uses = [self._used.pop(key) for key in list(self._used) if key in keys]
+        summed = [use for use in uses if use.was_added_to and use.same() is not None]
         if not summed:
             return
-        names = [self.name_of(p) for one in summed if (p := one.parameter()) is not None]
+        names = [self.name_of(p) for use in summed if (p := use.parameter()) is not None]
 
         def report() -> None:
-            added = [name for name, one in zip(names, summed, strict=True) if one.had_values()]
+            added = [name for name, use in zip(names, summed, strict=True) if use.had_values()]
             if added:
-                self.report(facts.SummedGradients(step, Names.of(added), len(own)))
+                self.report(facts.SummedGradients(step, Names.of(added), len(uses)))
 
         self.when_known(report)
 
-    def _report_cleared(self, held: set[int]) -> None:
+    def _report_cleared(self, keys: set[int]) -> None:
         """Report backward passes whose gradients never reached an optimizer."""
-        own = [one for key, one in self._fresh.items() if key in held]
-        if not own:
+        uses = [use for key, use in self._fresh.items() if key in keys]
+        if not uses:
             return
-        step, last = self.step, self._cleared_of(own)
+        step, last = self.step, self._cleared_of(uses)
         is_by_hand = any(
-            one.same() is None and (p := one.parameter()) is not None and p.grad is not None for one in own
+            use.same() is None and (p := use.parameter()) is not None and p.grad is not None for use in uses
         )
         is_meant, lines = self._is_intended or is_by_hand, 0 if None in self._lines else len(self._lines)
-        names = [self.name_of(p) for one in own if (p := one.parameter()) is not None]
+        names = [self.name_of(p) for use in uses if (p := use.parameter()) is not None]
         each = [*self._cleared, last]
         self._fresh = {}
         self._restart()

@@ -36,8 +36,8 @@ def copied_generator(data: Any) -> str:
     """
     if issubclass(type(data), IterableDataset):
         return ""
-    held = getattr(data, "__dict__", {})
-    owners = [("", data, "__getitem__"), *((f"{name}.", one, "__call__") for name, one in held.items())]
+    fields = getattr(data, "__dict__", {})
+    owners = [("", data, "__getitem__"), *((f"{name}.", part, "__call__") for name, part in fields.items())]
     for prefix, owner, entry in owners:
         codes = list(_reachable(type(owner), entry))
         steps = [step for code in codes for step in dis.get_instructions(code)]
@@ -133,11 +133,11 @@ class LoaderBatches(Check):
             return
         if index < 2:
             self._look_at_rows(loader, iterator, index, batch)
-        found = digest(batch)
-        if found is None:
+        batch_digest = digest(batch)
+        if batch_digest is None:
             loader.epochs = EPOCHS + 1
             return
-        loader.this.append(found)
+        loader.this.append(batch_digest)
         if loader.is_trained_on:
             self._compare_epochs(loader, iterator)
             self._compare_batches(loader, iterator, workers, batch)

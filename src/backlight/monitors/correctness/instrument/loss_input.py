@@ -92,7 +92,7 @@ def is_multiple(root: Node | None, loss: Node) -> bool:
     for _ in range(MAX_NODES):
         if node is None or node is loss:
             break
-        inputs = [one for one in inputs_of(node) if one is not None]
+        inputs = [node for node in inputs_of(node) if node is not None]
         if len(inputs) != 1 or not (kind_of(node) in RESHAPES or kind_of(node) in {"Mul", "Div"}):
             return False
         node = inputs[0]
@@ -107,7 +107,7 @@ def _below_cast(node: Node | None) -> Node | None:
 def _is_of_no_parameter(root: torch.Tensor) -> bool:
     """Return whether a loss is a number that was made to require gradients, or a multiple of it."""
     node = root.grad_fn
-    while kind_of(node) in {"Mul", "Div"} and len(below := [one for one in inputs_of(node) if one]) == 1:
+    while kind_of(node) in {"Mul", "Div"} and len(below := [n for n in inputs_of(node) if n]) == 1:
         node = below[0]
     leaf = getattr(node, "variable", root if node is None else None)
     return leaf is not None and leaf.ndim == 0 and not isinstance(leaf, torch.nn.Parameter)
@@ -125,7 +125,7 @@ def _is_softmax(node: Node | None) -> bool:
     if kind == "Exp":
         return kind_of(below_shapes(first_input(node))) == "LogSoftmax"
     if kind == "Div" and len(inputs_of(node)) > 1:
-        above, below = (below_shapes(one) for one in inputs_of(node)[:2])
+        above, below = (below_shapes(factor) for factor in inputs_of(node)[:2])
         is_sum = kind_of(above) == "Exp" and kind_of(below) == "Sum"
         return is_sum and below_shapes(first_input(below)) is above
     return kind == "Softmax"
@@ -172,10 +172,10 @@ def _broadcast(node: Node | None, step: int, sizes: AbstractSet[int]) -> Iterato
     if kind != "Sub" and kind not in _DIFFERENCES:
         return
     inputs = inputs_of(node)
-    known = [one for one in inputs if one is not None]
-    if len(known) != 1:
+    operands = [node for node in inputs if node is not None]
+    if len(operands) != 1:
         return
-    prediction = _below_cast(known[0])
+    prediction = _below_cast(operands[0])
     if kind_of(prediction) == "Expand":
         whole = shape_of(prediction)
         prediction = _below_cast(first_input(prediction))
@@ -222,13 +222,13 @@ class Probabilities(Check):
     def _start(self) -> None:
         self._calls = CrossEntropyCalls()
         self._left = LOOKS
-        self._found: list[tuple[float, list[Tensor]]] = []  # tolerance, lowest value, extent of the sums
+        self._readings: list[tuple[float, list[Tensor]]] = []  # tolerance, lowest value, extent of the sums
         self._steps: list[int] = []  # at which all inputs were probabilities
 
     def forget(self) -> None:
         """Observe no longer."""
         self._calls.stop()
-        self._found = []
+        self._readings = []
 
     def forward_begin(self) -> None:
         """Observe the loss of this forward."""
@@ -240,26 +240,26 @@ class Probabilities(Check):
         if self._left and self.run.scope.holds(optimizer):
             self._calls.start()
 
-    def cross_entropy(self, given: Tensor) -> None:
+    def cross_entropy(self, inputs: Tensor) -> None:
         """Compare each row of the input with a distribution."""
-        if given.ndim < 2 or given.shape[1] < 2 or not given.is_floating_point() or not given.numel():
+        if inputs.ndim < 2 or inputs.shape[1] < 2 or not inputs.is_floating_point() or not inputs.numel():
             return
         with torch.no_grad():
-            values = given.detach().float()
+            values = inputs.detach().float()
             extent = [values.amin(), *torch.aminmax(values.sum(1))]
-            self._found.append((TOLERANCE.get(given.dtype, HALF_TOLERANCE), extent))
+            self._readings.append((TOLERANCE.get(inputs.dtype, HALF_TOLERANCE), extent))
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Report the losses of the step."""
-        found, self._found = self._found, []
+        readings, self._readings = self._readings, []
         self._calls.stop()
-        if not found or not self._left:
+        if not readings or not self._left:
             return
         self._left -= 1
         if not any(isinstance(fact, SHOWN_BY_THE_GRAPH) for r in roots for fact in misuses(r.grad_fn, 0)):
-            tolerances = [tolerance for tolerance, _ in found]
+            tolerances = [tolerance for tolerance, _ in readings]
             then = functools.partial(self._note, self.step, tolerances)
-            self.when_known(then, *[value for _, extent in found for value in extent])
+            self.when_known(then, *[value for _, extent in readings for value in extent])
 
     def _note(self, step: int, tolerances: Sequence[float], *values: NDArray[np.generic]) -> None:
         """Report steps from the second one on: at the first, the output of a model may be constant."""

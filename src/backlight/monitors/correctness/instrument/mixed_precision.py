@@ -89,8 +89,8 @@ class MixedPrecision(Check):
     def _report_scale(self, scale: torch.Tensor, fact: Callable[..., Fact]) -> None:
         step = self.step
 
-        def report(known: NDArray[np.generic]) -> None:
-            if (value := float(known.reshape(()))) != 1.0:
+        def report(factor: NDArray[np.generic]) -> None:
+            if (value := float(factor.reshape(()))) != 1.0:
                 self.report(fact(step=step, scale=value))
 
         self.when_known(report, scale.clone())
@@ -144,7 +144,7 @@ class AutocastEffect(Check):
         if self._begin is not None and sequence_number is not None:
             self._regions.append((self._begin, sequence_number()))
             self._begin = sequence_number()
-        regions, self._regions = [one for one in self._regions if one[0] < one[1]], []
+        regions, self._regions = [region for region in self._regions if region[0] < region[1]], []
         if not regions or not self._left:
             return
         self._left -= 1

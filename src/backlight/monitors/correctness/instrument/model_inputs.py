@@ -55,10 +55,10 @@ class ModelInputs(Check):
         self._is_next = True
         self._first: Known = ()
         self._latest: Known = ()
-        self._given = 0
+        self._batches = 0
         self._data = ""
         self._length = 0
-        self._held: list[int] = []  # batches given up to each step on the first batch, one after the other
+        self._counts: list[int] = []  # batches given up to each step on the first batch, one after the other
 
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
         """Keep samples of the first batch and of this one, and count them."""
@@ -66,8 +66,8 @@ class ModelInputs(Check):
             return
         plain = [x for x in plain_tensors(batch) if x.device.type == "cpu"]
         self._latest = tuple(sampled(x).float().numpy().tobytes() for x in plain)
-        self._given += 1
-        if self._given == 1:
+        self._batches += 1
+        if self._batches == 1:
             self._data = data_of(iterator)
             self._length = length(getattr(iterator, "_index_sampler", None))
             self._first = self._latest
@@ -83,17 +83,17 @@ class ModelInputs(Check):
         if not is_first or step >= FIRST_STEPS or is_transforming() or is_capturing_graph():
             return
         self._is_next = False
-        given = plain_tensors((*args, *kwargs.values()))[:TENSORS]
-        if not given or len({x.device for x in given}) > 1:
+        tensors = plain_tensors((*args, *kwargs.values()))[:TENSORS]
+        if not tensors or len({x.device for x in tensors}) > 1:
             return
-        shapes, values = [tuple(x.shape) for x in given], self.snapshot([sampled(x) for x in given])
-        given_now = (self._given, self._latest)
+        shapes, values = [tuple(x.shape) for x in tensors], self.snapshot([sampled(x) for x in tensors])
+        given_now = (self._batches, self._latest)
         self.when_known(lambda: self._compare(step, given_now, shapes, values.arrays))
 
     def _compare(
         self,
         step: int,
-        given: tuple[int, Known],
+        loader_state: tuple[int, Known],
         shapes: Sequence[tuple[int, ...]],
         values: Sequence[NDArray[np.generic]],
     ) -> None:
@@ -103,14 +103,14 @@ class ModelInputs(Check):
             trained = {id(parameter) for parameter in self.run.scope.parameters()}
             models = holding([*self.run.scope.models, *HUB.seen.roots()], trained)
             self.record(facts.Inputs(step, content.hexdigest(), tuple(averaged_over(models))))
-        (batches, latest), own = given, _bytes(values[0])
+        (batches, latest), sample_bytes = loader_state, _bytes(values[0])
         # Some tensors, such as masks, are the same in every batch.
-        if own not in self._first or (batches > 1 and own in latest):
-            self._held = []
+        if sample_bytes not in self._first or (batches > 1 and sample_bytes in latest):
+            self._counts = []
             return
-        self._held.append(batches)
-        steps = len(self._held)
-        if steps >= STALE_STEPS and len(set(self._held)) == steps:
+        self._counts.append(batches)
+        steps = len(self._counts)
+        if steps >= STALE_STEPS and len(set(self._counts)) == steps:
             self.report(facts.StaleBatch(step, self._data, batches))
         elif is_last_step(step, steps) and batches == 1 and self._length > 1:
             self.report(facts.HeldBatch(step, self._data, self._length))
@@ -201,8 +201,8 @@ class RepeatedInputs(Check):
         if is_transforming() or is_capturing_graph() or self.step >= FIRST_STEPS:
             self.forget()
         else:
-            given = plain_tensors((*args, *kwargs.values()))[: TENSORS - len(self._inputs)]
-            self._note(given, self._inputs)
+            tensors = plain_tensors((*args, *kwargs.values()))[: TENSORS - len(self._inputs)]
+            self._note(tensors, self._inputs)
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Note the targets of the losses below."""
@@ -210,13 +210,13 @@ class RepeatedInputs(Check):
             for _, node in terms(root.grad_fn):
                 # Of the class: to read it from the node computes a checkpointed region again.
                 if hasattr(type(node), "_saved_target") and are_plain(node, "target"):
-                    given = plain_tensors(node._saved_target)[: TENSORS - len(self._targets)]
-                    self._note(given, self._targets)
+                    tensors = plain_tensors(node._saved_target)[: TENSORS - len(self._targets)]
+                    self._note(tensors, self._targets)
 
-    def _note(self, given: Sequence[Tensor], noted: list[_Sampled]) -> None:
-        if given:
-            snapshot = self.snapshot([sampled(x) for x in given])
-            noted += [_Sampled.of(x, snapshot, row) for row, x in enumerate(given)]
+    def _note(self, tensors: Sequence[Tensor], noted: list[_Sampled]) -> None:
+        if tensors:
+            snapshot = self.snapshot([sampled(x) for x in tensors])
+            noted += [_Sampled.of(x, snapshot, row) for row, x in enumerate(tensors)]
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Compare the tensors of the step with those of the first one."""
@@ -228,12 +228,12 @@ class RepeatedInputs(Check):
         if len(inputs) == len(self._origins):
             arrays = _named_arrays(sys._getframe(1))
             is_kept = [
-                (one.pointer, one.size) in arrays or (before() is not None and before() is one.origin())
-                for before, one in zip(self._origins, inputs, strict=True)
+                (s.pointer, s.size) in arrays or (before() is not None and before() is s.origin())
+                for before, s in zip(self._origins, inputs, strict=True)
             ]
-        self._origins = [one.origin for one in inputs]
-        samples = max(one.samples for one in inputs)
-        if all(is_kept) or len({one.device for one in [*inputs, *targets]}) > 1 or samples < 2:
+        self._origins = [sample.origin for sample in inputs]
+        samples = max(sample.samples for sample in inputs)
+        if all(is_kept) or len({sample.device for sample in [*inputs, *targets]}) > 1 or samples < 2:
             self.forget()
             return
         self.when_known(functools.partial(self._compare, self.step, inputs, targets, is_kept))
@@ -241,13 +241,13 @@ class RepeatedInputs(Check):
     def _compare(
         self, step: int, inputs: Sequence[_Sampled], targets: Sequence[_Sampled], is_kept: Sequence[bool]
     ) -> None:
-        content = repr([one.size for one in inputs]).encode()
-        content += b"".join(one.values().tobytes() for one in [*inputs, *targets])
+        content = repr([sample.size for sample in inputs]).encode()
+        content += b"".join(sample.values().tobytes() for sample in [*inputs, *targets])
         if self._first is None:
             self._first = content
-            self._is_over = self._is_over or all(_is_grid(one.values()) for one in inputs)
+            self._is_over = self._is_over or all(_is_grid(sample.values()) for sample in inputs)
         elif any(is_kept) and all(
-            was_kept or _is_grid(one.values()) for was_kept, one in zip(is_kept, inputs, strict=True)
+            was_kept or _is_grid(sample.values()) for was_kept, sample in zip(is_kept, inputs, strict=True)
         ):
             self.forget()
         elif content != self._first and self._equal == 1 and not self._is_renewed:
@@ -259,7 +259,7 @@ class RepeatedInputs(Check):
             self._equal += 1
             if is_last_step(step, self._equal):
                 is_sure = bool(targets) and inputs[0].device.type == "cpu"
-                samples = max(one.samples for one in inputs)
+                samples = max(sample.samples for sample in inputs)
                 kind = facts.SameBatch if is_sure else facts.SameInputs
                 self.report(kind(step, samples, self._equal))
 

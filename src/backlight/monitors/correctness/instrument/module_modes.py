@@ -73,19 +73,19 @@ class ModuleModes(Check):
         self._has_changed = self._has_changed or is_change
         if not (self.due or (is_change and not all(self._modes))) or not scope.holds(optimizer):
             return
-        held = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
+        trained_ids = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
         for model in models:
-            own = {id(n.parameter): n.parameter.numel() for n in named_parameters(model)}
-            trained = sum(numel for key, numel in own.items() if key in held)
-            if trained and trained >= TRAINED_SHARE * sum(own.values()):
-                self._report(model, held)
+            sizes = {id(n.parameter): n.parameter.numel() for n in named_parameters(model)}
+            trained = sum(numel for key, numel in sizes.items() if key in trained_ids)
+            if trained and trained >= TRAINED_SHARE * sum(sizes.values()):
+                self._report(model, trained_ids)
 
-    def _report(self, model: nn.Module, held: set[int]) -> None:
+    def _report(self, model: nn.Module, trained_ids: set[int]) -> None:
         modules = list(walk(model))
         relevant = [
             (name, module)
             for name, module in modules
-            if is_dropout(module) or (is_batch_norm(module) and id(module.weight) in held)
+            if is_dropout(module) or (is_batch_norm(module) and id(module.weight) in trained_ids)
         ]
         if not relevant or any(module.training for _, module in relevant):
             return
@@ -94,7 +94,7 @@ class ModuleModes(Check):
         if model.training:
             # The outermost module that was put into evaluation mode, with all that may be.
             names = [name for name, module in modules if not module.training]
-            part = next((n for n in names if all(one.startswith(f"{n}.") for one, _ in relevant)), "")
+            part = next((n for n in names if all(path.startswith(f"{n}.") for path, _ in relevant)), "")
             if not drops or not part:
                 return
         is_loaded = self.schedule.loaded.holds(named.parameter for named in named_parameters(model))
@@ -103,10 +103,10 @@ class ModuleModes(Check):
         self.report(facts.TrainedInEvaluation(self.step, kind_of(model), active, part, may_be_meant))
 
     def _report_train(self, name: str, module: nn.Module) -> None:
-        own = type(module).train
-        if not isinstance(own, FunctionType) or "train" not in own.__code__.co_names:
+        train = type(module).train
+        if not isinstance(train, FunctionType) or "train" not in train.__code__.co_names:
             return  # one that does not call that of its base class leaves no trace
-        called = names_in(own.__code__, type(module))
+        called = names_in(train.__code__, type(module))
         parameters, below = list(module.parameters()), [m for m in module.modules() if m is not module]
         does = []
         if called & {"requires_grad", "requires_grad_"} and all(p.requires_grad for p in parameters):
@@ -114,7 +114,7 @@ class ModuleModes(Check):
         if "eval" in called and all(m.training for m in below):
             does.append("puts modules into evaluation mode")
         if does and parameters:
-            line = str(definition(own) or "")
+            line = str(definition(train) or "")
             self.report(facts.TrainNotCalled(self.step, kind_of(module), name, " and ".join(does), line))
 
 
@@ -173,7 +173,7 @@ class EvaluationModes(Check):
 
     def batch_begin(self, source: int) -> None:
         """Count the batch before, whose backward would have come by now."""
-        called = [module for one in self._called or () if (module := one()) is not None]
+        called = [module for reference in self._called or () if (module := reference()) is not None]
         is_once = len({id(module) for module in called}) == len(called)
         self._batches = self._batches + 1 if called and is_once else 0
         if self._batches == BATCHES and self._trained and self._source not in self._trained:
@@ -227,14 +227,14 @@ class EvaluationModes(Check):
         modules = [module for _, module in walk(model)]
         if not any(module.training for module in modules) and self._calls.start():
             self._model = model
-        held = {id(p) for one in self.run.scope.optimizers() for p in parameters_of(one)}
+        trained_ids = {id(p) for optimizer in self.run.scope.optimizers() for p in parameters_of(optimizer)}
         norms = [
             (name, module)
             for name, module in walk(model)
             if is_batch_norm(module)
             and module in self._trained_norms
             and not module.training
-            and id(module.weight) in held
+            and id(module.weight) in trained_ids
         ][:NORMS]
         if not norms:
             return
@@ -262,25 +262,25 @@ class EvaluationModes(Check):
                 self.report(facts.EvaluatedInTraining(self.step, kind_of(model), _active(active)))
 
     def _compare_norms(self, model: nn.Module) -> None:
-        found = [
+        hooks = [
             (name, hook, module)
             for name, module in walk(model)
             for hook in module._forward_pre_hooks.values()
             if isinstance(hook, SpectralNorm)
         ][:NORMS]
-        if not found:
+        if not hooks:
             return
         with torch.no_grad():
             shares = []
-            for _, hook, module in found:
+            for _, hook, module in hooks:
                 weight = hook.reshape_weight_to_matrix(getattr(module, f"{hook.name}_orig"))
-                u, v = (getattr(module, f"{hook.name}_{one}") for one in "uv")
+                u, v = (getattr(module, f"{hook.name}_{vector}") for vector in "uv")
                 image = torch.mv(weight, v)
                 shares.append(torch.dot(u, image) / image.norm().clamp(min=1e-30))
-        names, step, kind = [name for name, *_ in found], self.step, kind_of(model)
+        names, step, kind = [name for name, *_ in hooks], self.step, kind_of(model)
 
         def report(*values: NDArray[np.generic]) -> None:
-            random = [name for name, one in zip(names, values, strict=True) if abs(float(one)) < ESTIMATED]
+            random = [name for name, v in zip(names, values, strict=True) if abs(float(v)) < ESTIMATED]
             if random:
                 self.report(facts.RandomSpectralNorm(step, kind, Names.of(random)))
 

@@ -38,10 +38,10 @@ class Recomputation(Check):
         if not self._states or devices.is_capturing_graph():
             return
         before = self._states.pop()
-        if any(not torch.equal(one, other) for one, other in zip(before, _random_states(), strict=True)):
+        if any(not torch.equal(state, other) for state, other in zip(before, _random_states(), strict=True)):
             self.report(OtherRandomNumbers(self.step, str(user_line() or "")))
 
 
 def _random_states() -> list[torch.Tensor]:
-    found = [torch.get_rng_state()]
-    return [*found, *devices.accelerator_random_states()] if devices.is_in_use() else found
+    states = [torch.get_rng_state()]
+    return [*states, *devices.accelerator_random_states()] if devices.is_in_use() else states

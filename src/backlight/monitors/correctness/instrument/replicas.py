@@ -52,10 +52,10 @@ class DigestReader:
             if fused is None or not group or not fused.is_ready():
                 continue
             table = self._tables.setdefault(dtype, AddressTable())
-            found = fused.attempt(partial(fused.digest, table, [tensors[n] for n in group]))
-            if found is not None:
-                values += found[:2]
-                parts.append((group, found[2]))
+            fused_digest = fused.attempt(partial(fused.digest, table, [tensors[n] for n in group]))
+            if fused_digest is not None:
+                values += fused_digest[:2]
+                parts.append((group, fused_digest[2]))
                 rest = [n for n in rest if n not in group]
         if fused is not None and not fused.is_ready():
             fused.request()
@@ -78,19 +78,19 @@ class DigestReader:
 
 def _digests(tensors: Sequence[Tensor]) -> Tensor:
     """Return ``[P]``: the sum of the bits of each tensor, read as integers, in wrap-around arithmetic."""
-    found = []
-    for one in tensors:
-        values = torch.view_as_real(one) if one.is_complex() else one
+    sums = []
+    for tensor in tensors:
+        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         size = values.element_size()
         # int32 into int64 is seven times slower on a CPU.
-        found.append(values.view(_BITS[size]).sum(dtype=torch.int64 if size == 8 else torch.int32).long())
-    return torch.stack(found)
+        sums.append(values.view(_BITS[size]).sum(dtype=torch.int64 if size == 8 else torch.int32).long())
+    return torch.stack(sums)
 
 
 def _norms(tensors: Sequence[Tensor]) -> Tensor:
     """Return ``[P]``: the fp32 norm of each tensor, not rounded to its type: other ranks may use the pass."""
-    floating = [_floating(one) for one in tensors]
-    has_doubles = any(one.dtype is torch.float64 for one in floating)
+    floating = [_floating(tensor) for tensor in tensors]
+    has_doubles = any(tensor.dtype is torch.float64 for tensor in floating)
     widest = torch.float64 if has_doubles else torch.float32
     return torch.stack([n.float() for n in torch._foreach_norm(floating, 2, dtype=widest)])
 
@@ -132,17 +132,17 @@ class ReplicaDigests(Check):
         self._read_weights()
         self._backwards += 1
         self._is_unsynced = any(
-            not getattr(one(), "require_backward_grad_sync", True) for one in self._wrappers
+            not getattr(wrapper(), "require_backward_grad_sync", True) for wrapper in self._wrappers
         )
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Read the gradients that this optimizer uses."""
         if not self.due or self._is_off or has_closure or HUB.backward_depth or self._table is None:
             return
-        held = {id(parameter) for parameter in parameters_of(optimizer)}
+        trained_ids = {id(parameter) for parameter in parameters_of(optimizer)}
         tensors = [self._table.tensor(row) for row in self._rows]
         self._record(
-            "gradients", [None if p is None or id(p) not in held else _comparable(p) for p in tensors]
+            "gradients", [None if p is None or id(p) not in trained_ids else _comparable(p) for p in tensors]
         )
 
     def _read_weights(self) -> None:
@@ -170,17 +170,17 @@ class ReplicaDigests(Check):
         scope.refresh()
         self._table = table = scope.table
         roots = {id(root): root for root in [*scope.models, *HUB.seen.roots()]}.values()
-        self._wrappers = [weakref.ref(one) for one in wrappers(roots)]
-        self._joins = [getattr(one(), "_join_config", None) for one in self._wrappers]
+        self._wrappers = [weakref.ref(wrapper) for wrapper in wrappers(roots)]
+        self._joins = [getattr(wrapper(), "_join_config", None) for wrapper in self._wrappers]
         self._rows = [
             row
             for row, record in enumerate(table.records)
             if record.placement.layout in {Layout.WHOLE, Layout.REPLICATE} or record.placement.replicas > 1
         ]
-        found = replicas(roots, table.tensors())
+        promised = replicas(roots, table.tensors())
         promises: dict[Any, list[int]] = {}
         for number, row in enumerate(self._rows):
-            if (promise := found.get(id(table.tensor(row)))) is not None:
+            if (promise := promised.get(id(table.tensor(row)))) is not None:
                 promises.setdefault(promise, []).append(number)
         names = tuple(table.records[row].name for row in self._rows)
         kept = tuple(
@@ -190,24 +190,24 @@ class ReplicaDigests(Check):
 
     def _has_joined_again(self) -> bool:
         """Return whether a second context of uneven inputs has begun."""
-        now = [getattr(one(), "_join_config", None) for one in self._wrappers]
+        now = [getattr(wrapper(), "_join_config", None) for wrapper in self._wrappers]
         before, self._joins = self._joins, now
         return any(
-            one is not other and getattr(one, "enable", False) for one, other in zip(before, now, strict=True)
+            c is not other and getattr(c, "enable", False) for c, other in zip(before, now, strict=True)
         )
 
     def _record(self, moment: str, tensors: Sequence[Tensor | None]) -> None:
         if is_capturing_graph():
             return
-        device = next((one.device for one in tensors if one is not None), None)
+        device = next((tensor.device for tensor in tensors if tensor is not None), None)
         rows = [
-            (row, one.detach())
-            for row, one in enumerate(tensors)
-            if one is not None and one.device == device and one.layout is torch.strided and one.numel()
+            (row, t.detach())
+            for row, t in enumerate(tensors)
+            if t is not None and t.device == device and t.layout is torch.strided and t.numel()
         ]
         if not rows:
             return
-        values, digests_of = self._readers[moment].read([one for _, one in rows])
+        values, digests_of = self._readers[moment].read([tensor for _, tensor in rows])
         step, size, backwards, unsynced = self.step, len(tensors), self._backwards, self._is_unsynced
         here = [row for row, _ in rows]
 
@@ -252,7 +252,7 @@ class TransferDigests(Check):
         """Read the tensors of a transfer."""
         if self.run.world_size < 2 or not self.due or is_transforming() or is_capturing_graph():
             return
-        if transfer.call == "all_reduce" and not any(one in transfer.backend for one in EXACT):
+        if transfer.call == "all_reduce" and not any(backend in transfer.backend for backend in EXACT):
             return
         step = self.step
         if step != self._step:
@@ -260,12 +260,12 @@ class TransferDigests(Check):
         self._calls[transfer.channel] += 1
         if self._calls[transfer.channel] > CHANNEL_CALLS or self._calls.total() > STEP_CALLS:
             return
-        tensors = [one.detach() for one in transfer.tensors if one.numel()]
-        if not tensors or any(one.layout is not torch.strided for one in tensors):
+        tensors = [tensor.detach() for tensor in transfer.tensors if tensor.numel()]
+        if not tensors or any(tensor.layout is not torch.strided for tensor in tensors):
             return
-        if len({one.device for one in tensors}) > 1:
+        if len({tensor.device for tensor in tensors}) > 1:
             return
-        form = tuple(f"{one.numel()} {str(one.dtype).removeprefix('torch.')}" for one in tensors[:4])
+        form = tuple(f"{tensor.numel()} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors[:4])
         call, end, channel, number = transfer.call, transfer.end, transfer.channel, transfer.number
 
         values, digests_of = self._reader.read(tensors)

@@ -95,7 +95,7 @@ class RestoredState(Check):
     def optimizer_loaded(self, optimizer: torch.optim.Optimizer, state: Any, result: Any) -> None:
         """The states of this size have been used."""
         count = len(parameters_of(optimizer))
-        self._states = [one for one in self._states if len(one.shapes) != count]
+        self._states = [saved for saved in self._states if len(saved.shapes) != count]
 
     def state_loaded(self, module: nn.Module, state: Mapping[str, Any], result: Any) -> None:
         """Remember which parameters have been loaded, and some of their values."""
@@ -108,8 +108,8 @@ class RestoredState(Check):
             fact = facts.NothingLoaded(0, kind_of(module), len(state), first, min(missing), line)
             self._refused.append((weakref.ref(module), fact))
             return
-        own = [(name, p) for name, p in module.named_parameters() if name in state and name not in missing]
-        for _, parameter in own:
+        loaded = [(name, p) for name, p in module.named_parameters() if name in state and name not in missing]
+        for _, parameter in loaded:
             self._loaded.add(parameter)
         named = dict(module.named_parameters(remove_duplicate=False))
         for names, _ in self._tied & set(_ties(state)):
@@ -118,7 +118,7 @@ class RestoredState(Check):
                 line = str(user_line() or "")
                 tie = facts.UntiedWhenLoaded(0, kind_of(module), names, line)
                 self._untied.append((tuple(map(weakref.ref, tensors.values())), tie))
-        matrices = [(name, p) for name, p in own if p.ndim > 1 and local(p).numel() and not p.is_meta]
+        matrices = [(name, p) for name, p in loaded if p.ndim > 1 and local(p).numel() and not p.is_meta]
         if chosen := thinned(matrices, MAX_PARAMETERS):
             values = self.snapshot([sampled(local(p), VALUES) for _, p in chosen])
             self._values.append((values, [_Matrix(name, weakref.ref(p), p.numel()) for name, p in chosen]))
@@ -128,46 +128,46 @@ class RestoredState(Check):
         if optimizer in self._begun or not self.run.scope.holds(optimizer):
             return
         self._begun.add(optimizer)
-        own = parameters_of(optimizer)
-        self._report_state(optimizer, own)
+        parameters = parameters_of(optimizer)
+        self._report_state(optimizer, parameters)
         if not self.run.clock.done:
-            self._report_refused({id(p) for p in own})
-            self._report_values({id(p) for p in own})
-            self._report_untied({id(p) for p in own})
+            self._report_refused({id(p) for p in parameters})
+            self._report_values({id(p) for p in parameters})
+            self._report_untied({id(p) for p in parameters})
 
     # Comparisons
 
-    def _report_state(self, optimizer: torch.optim.Optimizer, own: Sequence[Tensor]) -> None:
-        if optimizer.state or not all(parameter in self._loaded for parameter in own):
+    def _report_state(self, optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
+        if optimizer.state or not all(parameter in self._loaded for parameter in parameters):
             return
         for saved in self._states:
             if saved.fits(optimizer):
                 kind, line = type(optimizer).__name__, str(saved.line or "")
-                self.report(facts.OptimizerState(self.step, kind, len(own), line))
+                self.report(facts.OptimizerState(self.step, kind, len(parameters), line))
                 self._states.remove(saved)
                 return
 
-    def _report_refused(self, held: set[int]) -> None:
+    def _report_refused(self, trained: set[int]) -> None:
         for reference, fact in self._refused:
             module = reference()
-            own = [] if module is None else list(module.parameters())
-            if own and held <= set(map(id, own)) and not any(p in self._loaded for p in own):
+            weights = [] if module is None else list(module.parameters())
+            if weights and trained <= set(map(id, weights)) and not any(p in self._loaded for p in weights):
                 self.report(replace(fact, step=self.step))
         self._refused = []
 
-    def _report_untied(self, held: set[int]) -> None:
+    def _report_untied(self, trained_ids: set[int]) -> None:
         for references, fact in self._untied:
             # Where the module ties its parameters after loading, one of them is gone.
-            if all((p := reference()) is not None and id(p) in held for reference in references):
+            if all((p := reference()) is not None and id(p) in trained_ids for reference in references):
                 self.report(replace(fact, step=self.step))
         self._untied = []
 
-    def _report_values(self, held: set[int]) -> None:
+    def _report_values(self, trained: set[int]) -> None:
         now: dict[int, tuple[str, Tensor, Snapshot, int]] = {}
         for loaded, matrices in self._values:  # of several states, the last one counts
             for row, matrix in enumerate(matrices):
                 parameter = matrix.parameter()
-                if parameter is not None and id(parameter) in held and parameter.numel() == matrix.size:
+                if parameter is not None and id(parameter) in trained and parameter.numel() == matrix.size:
                     now[id(parameter)] = matrix.name, local(parameter), loaded, row
         self._values = []
         if len(now) < 2:
@@ -192,10 +192,10 @@ def _cosine(first: NDArray[np.generic], second: NDArray[np.generic]) -> float:
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plain settings of a group, the learning rate as it was before any schedule."""
-    found = {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str, tuple))}
-    if "initial_lr" in found:
-        found["lr"] = found.pop("initial_lr")
-    return found
+    settings = {k: v for k, v in group.items() if isinstance(v, (bool, int, float, str, tuple))}
+    if "initial_lr" in settings:
+        settings["lr"] = settings.pop("initial_lr")
+    return settings
 
 
 def _shapes(state: Mapping[str, Any]) -> tuple[frozenset[tuple[int, ...]], ...]:
@@ -203,7 +203,7 @@ def _shapes(state: Mapping[str, Any]) -> tuple[frozenset[tuple[int, ...]], ...]:
     keys = [key for group in state["param_groups"] for key in group["params"]]
     kept = [state["state"].get(key) or {} for key in keys]
     return tuple(
-        frozenset(tuple(t.shape) for t in one.values() if isinstance(t, Tensor) and t.ndim) for one in kept
+        frozenset(tuple(t.shape) for t in e.values() if isinstance(t, Tensor) and t.ndim) for e in kept
     )
 
 
@@ -213,14 +213,14 @@ def _mappings(value: Any) -> Iterator[Mapping[str, Any]]:
     for _ in range(MAX_ENTRIES):
         if not pending:
             return
-        one = pending.pop(0)
-        held: Iterable[Any] = ()
-        if isinstance(one, Mapping):
-            yield one
-            held = () if _is_optimizer_state(one) else one.values()
-        elif isinstance(one, (list, tuple)):
-            held = one
-        pending += [part for part in held if isinstance(part, (Mapping, list, tuple))]
+        part = pending.pop(0)
+        parts: Iterable[Any] = ()
+        if isinstance(part, Mapping):
+            yield part
+            parts = () if _is_optimizer_state(part) else part.values()
+        elif isinstance(part, (list, tuple)):
+            parts = part
+        pending += [part for part in parts if isinstance(part, (Mapping, list, tuple))]
 
 
 def _is_optimizer_state(value: Mapping[str, Any]) -> bool:

@@ -81,19 +81,19 @@ class Snapshot:
 
 def digest(batch: Any) -> str | None:
     """Return a digest of a sample of a batch's values; None where something in it cannot be read."""
-    found = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for _, leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
                 return None
-            found.update(repr((tuple(leaf.shape), sampled(leaf).tolist())).encode())
+            hasher.update(repr((tuple(leaf.shape), sampled(leaf).tolist())).encode())
         elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            found.update(repr(leaf.shape).encode() + leaf.flat[:: places(leaf.size).step].tobytes())
+            hasher.update(repr(leaf.shape).encode() + leaf.flat[:: places(leaf.size).step].tobytes())
         elif leaf is None or isinstance(leaf, (str, bytes, int, float, bool)):
-            found.update(repr(leaf).encode())
+            hasher.update(repr(leaf).encode())
         else:
             return None
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 @dataclass
@@ -107,7 +107,7 @@ class _Batch:
     def add(self, value: Tensor) -> _Slot:
         """Add a value, which nothing may change until the copy has started."""
         value = value.detach()
-        begin = sum(one.nbytes for one in self.values)
+        begin = sum(tensor.nbytes for tensor in self.values)
         self.values.append(value)
         return _Slot(self, slice(begin, begin + value.nbytes), value.dtype, value.shape)
 

@@ -61,7 +61,7 @@ class ScheduleSteps(Check):
         if steps or optimizer in self._reported:
             return
         self._reported.add(optimizer)
-        early = [one for one, count in self._steps.items() if one.optimizer is optimizer and count == 1]
+        early = [s for s, count in self._steps.items() if s.optimizer is optimizer and count == 1]
         if early and not self._has_loaded and self.run.scope.holds(optimizer):
             self.report(BeforeOptimizer(self.step, type(early[0]).__name__))
 

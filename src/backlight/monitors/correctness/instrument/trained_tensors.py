@@ -64,30 +64,30 @@ class TrainedTensors(Check):
         is_plain = has_backward and not has_closure and not HUB.backward_depth
         if not (self.due and is_plain and self.run.scope.holds(optimizer)):
             return
-        own = parameters_of(optimizer)
-        self._report_frozen(optimizer, own)
+        parameters = parameters_of(optimizer)
+        self._report_frozen(optimizer, parameters)
         if FIRST_LOOKS <= self.step < FIRST_STEPS:
             return
-        held = {id(p) for one in HUB.optimizers.known() for p in parameters_of(one)}
+        held_ids = {id(p) for other in HUB.optimizers.known() for p in parameters_of(other)}
         parts: set[int] = set()
         replaced: set[int] = set()
-        for model in holding(HUB.seen.roots(), {id(p) for p in own}):
-            lost = [(name, module) for name, module in unregistered(model) if trained(module, held)]
+        for model in holding(HUB.seen.roots(), {id(p) for p in parameters}):
+            lost = [(name, module) for name, module in unregistered(model) if trained(module, held_ids)]
             if lost:
                 names = [name for name, _ in lost]
                 self.report(facts.Unregistered(self.step, kind_of(model), Names.of(names)))
                 parts |= {id(module) for _, module in lost}
             self._note_frozen(model)
-            if self._report_replaced(optimizer, model, held):
+            if self._report_replaced(optimizer, model, held_ids):
                 replaced.add(id(model))
             if not self.step:
                 self._report_shared(model)
-        self._report_joined(held)
-        self._report_untied(own)
-        self._report_others(optimizer, own, held, parts, replaced)
+        self._report_joined(held_ids)
+        self._report_untied(parameters)
+        self._report_others(optimizer, parameters, held_ids, parts, replaced)
 
-    def _report_replaced(self, optimizer: torch.optim.Optimizer, model: nn.Module, held: set[int]) -> bool:
-        lost = [n for n in named_parameters(model) if _is_trained(n.parameter, held)]
+    def _report_replaced(self, optimizer: torch.optim.Optimizer, model: nn.Module, trained: set[int]) -> bool:
+        lost = [n for n in named_parameters(model) if _is_trained(n.parameter, trained)]
         unused = [p for p in parameters_of(optimizer) if p.requires_grad and p.grad is None]
         if not lost or not unused:
             return False
@@ -104,15 +104,15 @@ class TrainedTensors(Check):
             if not named.parameter.requires_grad:
                 self._frozen.add(named.parameter)
 
-    def _report_joined(self, held: set[int]) -> None:
+    def _report_joined(self, held_ids: set[int]) -> None:
         """Report that an optimizer now holds what was reported as outside of all."""
-        joined = [key for key, (ref, _) in self._outside.items() if key in held and ref() is not None]
+        joined = [key for key, (ref, _) in self._outside.items() if key in held_ids and ref() is not None]
         for model, amount in Counter(self._outside.pop(key)[1] for key in joined).items():
             self.report(facts.Joined(self.step, model, amount))
 
-    def _report_frozen(self, optimizer: torch.optim.Optimizer, own: Sequence[torch.Tensor]) -> None:
+    def _report_frozen(self, optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor]) -> None:
         names, gradients = [], []
-        for parameter in own:
+        for parameter in parameters:
             if parameter.grad is None:
                 continue
             if parameter.requires_grad:
@@ -127,19 +127,19 @@ class TrainedTensors(Check):
             flags = [gradient.detach().ne(0).any() for gradient in gradients]
 
         def report(*values: NDArray[np.generic]) -> None:
-            frozen = [name for name, one in zip(names, values, strict=True) if one]
+            frozen = [name for name, has_values in zip(names, values, strict=True) if has_values]
             if frozen:
                 self.report(facts.FrozenParameters(step, kind, Names.of(frozen)))
 
         self.when_known(report, *flags)
 
-    def _report_untied(self, own: Sequence[torch.Tensor]) -> None:
-        trained = {id(p) for p in own if p.grad is not None}
+    def _report_untied(self, parameters: Sequence[torch.Tensor]) -> None:
+        trained = {id(p) for p in parameters if p.grad is not None}
         models = holding(HUB.seen.roots(), trained)
         for pair, setting in [*((pair, "") for pair in HUB.seen.untied()), *by_configuration(models)]:
-            names = sorted({self.name_of(one) for one in pair})
+            names = sorted({self.name_of(parameter) for parameter in pair})
             is_new = tuple(names) not in self._untied
-            if is_new and len(names) == 2 and all(names) and all(id(one) in trained for one in pair):
+            if is_new and len(names) == 2 and all(names) and all(id(weight) in trained for weight in pair):
                 self._untied.add(tuple(names))
                 self.report(facts.Untied(self.step, Names.of(names), setting))
 
@@ -148,11 +148,11 @@ class TrainedTensors(Check):
             if not isinstance(container, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
                 continue
             children = table_of(container, "_modules").values()
-            counts = Counter(id(one) for one in children if one is not None)
+            counts = Counter(id(child) for child in children if child is not None)
             several = {
-                id(one): one
-                for one in children
-                if one is not None and counts[id(one)] > 1 and next(named_parameters(one), None) is not None
+                id(c): c
+                for c in children
+                if c is not None and counts[id(c)] > 1 and next(named_parameters(c), None) is not None
             }
             for key, child in several.items():
                 self.report(facts.SharedModule(0, name or kind_of(container), kind_of(child), counts[key]))
@@ -160,25 +160,25 @@ class TrainedTensors(Check):
     def _report_others(
         self,
         optimizer: torch.optim.Optimizer,
-        own: Sequence[torch.Tensor],
-        held: set[int],
+        parameters: Sequence[torch.Tensor],
+        held_ids: set[int],
         parts: set[int],
         replaced: set[int],
     ) -> None:
         step = self.step
-        is_idle = all(p.grad is None for p in own)
+        is_idle = all(p.grad is None for p in parameters)
         if is_idle:
             HUB.seen.scan()  # a copy registers nothing
-        shapes = {tuple(p.shape) for p in own}
+        shapes = {tuple(p.shape) for p in parameters}
         before, self._others = self._others, {}
         for model in HUB.seen.roots():
-            others = [named for named in named_parameters(model) if _is_trained(named.parameter, held)]
+            others = [named for named in named_parameters(model) if _is_trained(named.parameter, held_ids)]
             weights = [first_values(local(named.parameter), SAMPLE) for named in others]
             values = self.snapshot(weights)
             now = [Seen.of(named.parameter, values, row) for row, named in enumerate(others)]
             self._others |= {id(named.parameter): seen for named, seen in zip(others, now, strict=True)}
             if others and not step:
-                self._note_copy(model, own)
+                self._note_copy(model, parameters)
             # Models of an earlier run may be around, with the gradients that they had.
             new = [
                 Left(named, old, seen)
@@ -187,28 +187,28 @@ class TrainedTensors(Check):
             ]
             if not new:
                 continue
-            is_trained = any(id(named.parameter) in held for named in named_parameters(model))
-            if is_idle and not is_trained and {tuple(one.parameter.shape) for one in others} <= shapes:
+            is_trained = any(id(named.parameter) in held_ids for named in named_parameters(model))
+            if is_idle and not is_trained and {tuple(other.parameter.shape) for other in others} <= shapes:
                 kind, name = kind_of(model), type(optimizer).__name__
                 self.report(facts.TrainedCopy(step, kind, len(others), name))
                 return
-            is_loaded = self.schedule.loaded.holds(one.parameter for one in others)
+            is_loaded = self.schedule.loaded.holds(other.parameter for other in others)
             # In evaluation mode a network in the loss is meant to stay as it is.
             if not is_trained and model.training and id(model) not in parts:
                 outside = facts.OutsideModel(step, kind_of(model), is_loaded, Names((), 0))
                 self._report_left(model, new, outside)
             elif is_trained and id(model) not in replaced:
                 modes = {name: module.training for name, module in walk(model)}
-                is_evaluated = not any(modes.get(one.named.module) for one in new)
-                is_unfrozen = any(one.named.parameter in self._frozen for one in new)
+                is_evaluated = not any(modes.get(left.named.module) for left in new)
+                is_unfrozen = any(left.named.parameter in self._frozen for left in new)
                 more = (is_loaded, Names((), 0), is_evaluated, is_unfrozen)
                 self._report_left(model, new, facts.LeftOut(step, kind_of(model), *more))
 
-    def _note_copy(self, model: nn.Module, own: Sequence[torch.Tensor]) -> None:
+    def _note_copy(self, model: nn.Module, parameters: Sequence[torch.Tensor]) -> None:
         """Note that a model has the weights of a trained one, as the target network of an agent does."""
-        held = {id(p) for p in own}
+        ids = {id(p) for p in parameters}
         mine = [first_values(local(n.parameter), SAMPLE) for n in named_parameters(model)]
-        for other in holding(HUB.seen.roots(), held):
+        for other in holding(HUB.seen.roots(), ids):
             if other is model or type(other) is not type(model):
                 continue
             theirs = [first_values(local(n.parameter), SAMPLE) for n in named_parameters(other)]
@@ -226,12 +226,12 @@ class TrainedTensors(Check):
         self, model: nn.Module, new: Sequence[Left], fact: facts.OutsideModel | facts.LeftOut
     ) -> None:
         """Report parameters with a gradient that no optimizer holds, unless the script updates them."""
-        looks = [(one.before, one.now) for one in new]
+        looks = [(left.before, left.now) for left in new]
         with torch.no_grad():
-            gradients = [one.named.parameter.grad for one in new]
+            gradients = [left.named.parameter.grad for left in new]
             flags = [local(gradient).detach().ne(0).any() for gradient in gradients if gradient is not None]
-        names = [self.name_of(one.named.parameter) or one.named.name for one in new]
-        references: list[weakref.ref[torch.Tensor]] = [weakref.ref(one.named.parameter) for one in new]
+        names = [self.name_of(left.named.parameter) or left.named.name for left in new]
+        references: list[weakref.ref[torch.Tensor]] = [weakref.ref(left.named.parameter) for left in new]
         reference = weakref.ref(model)
 
         def report(*has_values: NDArray[np.generic]) -> None:
@@ -286,20 +286,20 @@ class Seen:
         return self.gradient() is not later.gradient() or self.version != later.version
 
 
-def trained(module: nn.Module, held: set[int]) -> list[torch.Tensor]:
+def trained(module: nn.Module, held_ids: set[int]) -> list[torch.Tensor]:
     """Return the parameters that have a gradient and that no optimizer holds."""
-    return [n.parameter for n in named_parameters(module) if _is_trained(n.parameter, held)]
+    return [n.parameter for n in named_parameters(module) if _is_trained(n.parameter, held_ids)]
 
 
-def _is_trained(parameter: torch.Tensor, held: set[int]) -> bool:
+def _is_trained(parameter: torch.Tensor, ids: set[int]) -> bool:
     # Of a tensor that is no leaf, torch warns where `.grad` is read.
     is_leaf = parameter.is_leaf or parameter.retains_grad
-    return parameter.requires_grad and is_leaf and parameter.grad is not None and id(parameter) not in held
+    return parameter.requires_grad and is_leaf and parameter.grad is not None and id(parameter) not in ids
 
 
 def unregistered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that a model keeps in plain lists, tuples and dicts, each with its path."""
-    known = {id(module) for _, module in walk(model)}
+    registered = {id(module) for _, module in walk(model)}
     for name, module in walk(model):
         for attribute, value in vars(module).items():
             items: Any = ()
@@ -308,7 +308,7 @@ def unregistered(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             elif not attribute.startswith("_") and isinstance(value, dict):
                 items = value.items()
             for key, item in items:
-                if issubclass(type(item), nn.Module) and id(item) not in known:
+                if issubclass(type(item), nn.Module) and id(item) not in registered:
                     yield f"{name}.{attribute}[{key!r}]" if name else f"{attribute}[{key!r}]", item
 
 
@@ -320,9 +320,9 @@ def by_configuration(models: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Par
 
     Models that name no tied weights do not follow this setting.
     """
-    for _, module in (found for model in models for found in walk(model)):
-        own = vars(module)
-        if getattr(own.get("config"), SETTING, None) is not True:
+    for _, module in (named for model in models for named in walk(model)):
+        attributes = vars(module)
+        if getattr(attributes.get("config"), SETTING, None) is not True:
             continue
         if not getattr(type(module), "_tied_weights_keys", None):
             continue

@@ -83,30 +83,30 @@ class MicrobatchWeights(Check):
         """Compare the microbatches of the step."""
         parts, scale = self._parts, self._scale
         self.forget()
-        known = [part for part in parts if part is not None and len(part.gradients) == 1]
+        readable = [part for part in parts if part is not None and len(part.gradients) == 1]
         is_plain = self.due and not has_closure and not HUB.backward_depth
         if is_plain and len(parts) > 1 and not self._is_readable:
             self._is_readable = True  # said once
             reason = "this torch does not show whether a saved tensor has hooks, so none of a loss is read"
             self.run.notifier.unmeasured("uneven_microbatches", reason)
-        if not is_plain or not known or len(known) < len(parts) or not self.run.scope.holds(optimizer):
+        if not is_plain or not readable or len(readable) < len(parts) or not self.run.scope.holds(optimizer):
             return
-        numbers = [number.reshape(1) for p in known for number in (p.gradients[0], p.targets)]
+        numbers = [number.reshape(1) for p in readable for number in (p.gradients[0], p.targets)]
         values = self.snapshot(numbers if scale is None else [*numbers, scale.detach().reshape(1)])
-        has_classes = not self._has_classes and known[-1].is_mean and known[-1].is_whole
+        has_classes = not self._has_classes and readable[-1].is_mean and readable[-1].is_whole
         self._has_classes = self._has_classes or has_classes
-        is_compared = len(known) > 1 and len({(part.classes, part.is_mean) for part in known}) == 1
+        is_compared = len(readable) > 1 and len({(part.classes, part.is_mean) for part in readable}) == 1
         self._comparisons += is_compared
         step, comparisons = self.step, self._comparisons
 
         def use() -> None:
             flat = [float(value[0]) for value in values.arrays]
             if has_classes:
-                factor = flat[2 * len(known) - 2] / (1.0 if scale is None else flat[-1])
-                self.record(Classes(step, known[-1].classes, factor))
+                factor = flat[2 * len(readable) - 2] / (1.0 if scale is None else flat[-1])
+                self.record(Classes(step, readable[-1].classes, factor))
             if is_compared:
-                table_P2 = np.array(flat[: 2 * len(known)]).reshape(-1, 2)
-                self._compare(step, comparisons, known[0].is_mean, table_P2)
+                table_P2 = np.array(flat[: 2 * len(readable)]).reshape(-1, 2)
+                self._compare(step, comparisons, readable[0].is_mean, table_P2)
 
         self.when_known(use)
 

@@ -179,7 +179,7 @@ class WeightChanges(Check):
 
         def report() -> None:
             pairs = zip(followed, trained, _finite(before), _finite(after), _finite(now), strict=True)
-            changes = [(one.name, *weights) for one, is_trained, *weights in pairs if is_trained]
+            changes = [(parameter.name, *weights) for parameter, is_trained, *weights in pairs if is_trained]
             if (fact := _described(changes, step, comparisons)) is not None:
                 self.report(fact)
 
@@ -227,7 +227,7 @@ class WeightChanges(Check):
 def _finite(moment: Snapshot) -> list[NDArray[np.float64]]:
     """Return the weights of a moment; NaN is not equal to itself, so what is not finite counts as 0."""
     values = [array.astype(np.float64) for array in moment.arrays]
-    return [np.nan_to_num(one, copy=False, nan=0.0, posinf=0.0, neginf=0.0) for one in values]
+    return [np.nan_to_num(array, copy=False, nan=0.0, posinf=0.0, neginf=0.0) for array in values]
 
 
 def _described(
@@ -248,7 +248,7 @@ def _described(
         is_rescaled = np.abs(now - factor * after).max() <= TOLERANCE * np.abs(after).max()
         if not is_constant and not is_rescaled:
             # Means: each parameter counts the same.
-            means = [float(np.mean(one)) for one in (change * change, change * update, update * update)]
+            means = [float(np.mean(v)) for v in (change * change, change * update, update * update)]
             moves.append((name, *means))
     if not moves:
         return None

@@ -47,8 +47,8 @@ class LossLimits(Limits, monitor="correctness"):
 def loss_not_falling(run: Run, limits: LossLimits) -> Iterator[Finding]:
     """Find losses that show no learning; a warning only where the loss compares classes and nothing else."""
     loss = sole_loss(run)  # networks that train against each other have losses that rise
-    known = np.isfinite(loss.values)
-    steps, values = loss.steps[known], loss.values[known]
+    is_finite = np.isfinite(loss.values)
+    steps, values = loss.steps[is_finite], loss.values[is_finite]
     medians = _medians(run, steps, values, limits)
     if medians is None:
         return

@@ -261,29 +261,29 @@ def _ranks(run: Run, limits: RepeatedDataLimits) -> Iterator[Finding]:
         inputs[fact.attempt, fact.rank][fact.step] = fact.digest
         groups[fact.attempt, fact.rank] = fact.ranks
     for attempt, rank in sorted(inputs):
-        own, same = inputs[attempt, rank], [rank]
+        digests, same = inputs[attempt, rank], [rank]
         for other in groups[attempt, rank]:
             theirs = inputs.get((attempt, other), {})
-            steps = sorted(own.keys() & theirs.keys())
+            steps = sorted(digests.keys() & theirs.keys())
             if (
                 other > rank
                 and len(steps) >= limits.rank_steps
-                and all(own[step] == theirs[step] for step in steps)
-                and len({own[step] for step in steps}) > 1
+                and all(digests[step] == theirs[step] for step in steps)
+                and len({digests[step] for step in steps}) > 1
             ):
                 same.append(other)
         if len(same) > 1:
             every = len(same) == len(groups[attempt, rank])
-            named = listed([str(one) for one in same], len(same))
+            named = listed([str(member) for member in same], len(same))
             yield Finding(
                 severity=Severity.WARNING,
                 title=f"{'All' if every else len(same)} ranks train on the same batches",
                 detail=(
-                    f"At each of the first {len(own)} steps the model was given equal inputs on ranks "
+                    f"At each of the first {len(digests)} steps the model was given equal inputs on ranks "
                     f"{named}. Their gradients are averaged: each of them computes what the others do."
                 ),
-                subject=Subject(step=min(own), rank=rank),
-                evidence=(Evidence(f"events/{Inputs.event}", min(own), len(same), "ranks"),),
+                subject=Subject(step=min(digests), rank=rank),
+                evidence=(Evidence(f"events/{Inputs.event}", min(digests), len(same), "ranks"),),
                 fix=(
                     "Give the loader a `DistributedSampler`, or seed what draws the batches with the rank: "
                     "`torch.manual_seed(seed + rank)`."

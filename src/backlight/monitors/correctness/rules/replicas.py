@@ -68,7 +68,7 @@ class _Replicas:
         """Return what is promised to be equal and is not, and what was equal until now."""
         promised, plain = _Apart(moment, {}, 0), _Apart(moment, {}, 0)
         for name, values in moment.parameters.items():
-            if any(one.promise.by for one in values.values()):
+            if any(entry.promise.by for entry in values.values()):
                 members = _members(values)
                 promised.compared += any(len(group) > 1 for group in members)
                 for group in members:
@@ -82,13 +82,13 @@ class _Replicas:
 
     def _differs(self, group: Mapping[int, Values]) -> bool:
         members = list(group.values())
-        if all(one.digest == members[0].digest for one in members):
+        if all(replica.digest == members[0].digest for replica in members):
             return False
-        return (self.has_equal_devices and all(one.promise.exact for one in members)) or not _close(members)
+        return (self.has_equal_devices and all(v.promise.exact for v in members)) or not _close(members)
 
     def _has_parted(self, history: _History, values: Mapping[int, Values]) -> bool:
         members = list(values.values())
-        if any(one.digest != members[0].digest for one in members):
+        if any(replica.digest != members[0].digest for replica in members):
             history.is_apart |= history.updates >= self.limits.equal_updates and not _close(members)
             history.updates *= history.is_apart
         elif history.digest != members[0].digest:
@@ -98,13 +98,13 @@ class _Replicas:
 
 
 def _close(members: Sequence[Values]) -> bool:
-    low, high = (of(one.norm for one in members) for of in (min, max))
+    low, high = (of(replica.norm for replica in members) for of in (min, max))
     return high - low <= ROUNDING * high
 
 
 def _members(values: Mapping[int, Values]) -> list[dict[int, Values]]:
     """Return the ranks that are promised to be equal to each other, group by group."""
-    groups = dict.fromkeys(one.promise.ranks for one in values.values() if one.promise.by)
+    groups = dict.fromkeys(replica.promise.ranks for replica in values.values() if replica.promise.by)
     return [{rank: values[rank] for rank in ranks if rank in values} for ranks in groups]
 
 
@@ -125,15 +125,15 @@ def replicas_differ(run: Run, limits: ReplicaLimits) -> Iterator[Finding]:
     is_averaged = False
     for moment in moments(run):
         steps.append(moment.step)
-        for kind, apart in zip((promised, plain), replicas.compare(moment), strict=True):
-            if apart.differing:
-                kind.append(apart)
+        for kind, comparison in zip((promised, plain), replicas.compare(moment), strict=True):
+            if comparison.differing:
+                kind.append(comparison)
         # Local SGD: what was not reduced, on purpose, meets again.
         has_met = moment.name == "weights" and (not promised or promised[-1].moment is not moment)
         is_averaged |= has_met and bool(promised and promised[0].moment.unsynced)
-    for found in (plain,) if is_averaged else (promised, plain):
-        if len({one.moment.step for one in found}) >= limits.apart_steps:
-            yield _finding(run, found, is_first=found[0].moment.step == steps[0])
+    for differences in (plain,) if is_averaged else (promised, plain):
+        if len({difference.moment.step for difference in differences}) >= limits.apart_steps:
+            yield _finding(run, differences, is_first=differences[0].moment.step == steps[0])
             return
 
 
@@ -171,25 +171,25 @@ def _changed_in_transfer(transfers: Sequence[Differing], compared: int) -> Findi
     )
 
 
-def _out_of_step(found: OutOfStep) -> Finding:
+def _out_of_step(fact: OutOfStep) -> Finding:
     """Report ranks that have seen another number of backward passes at the same count of optimizer steps."""
-    one = len(found.ranks) == 1
-    who = f"{'Rank' if one else 'Ranks'} {', '.join(map(str, found.ranks[:8]))}"
-    counts = ", ".join(str(found.seen[rank]) for rank in found.ranks[:8])
-    others = [rank for rank in found.seen if rank not in found.ranks]
+    alone = len(fact.ranks) == 1
+    who = f"{'Rank' if alone else 'Ranks'} {', '.join(map(str, fact.ranks[:8]))}"
+    counts = ", ".join(str(fact.seen[rank]) for rank in fact.ranks[:8])
+    others = [rank for rank in fact.seen if rank not in fact.ranks]
     return Finding(
         severity=Severity.ERROR,
-        title=f"{who} {'is' if one else 'are'} out of step with the others from step {found.step} on",
+        title=f"{who} {'is' if alone else 'are'} out of step with the others from step {fact.step} on",
         detail=(
-            f"{who} had run {counts} backward passes at the end of step {found.step}, the others "
-            f"{found.common}: {'it' if one else 'they'} skipped or added an optimizer step, or accumulated "
-            f"differently. In the {count(found.steps, 'recorded step')} since, equal step numbers "
+            f"{who} had run {counts} backward passes at the end of step {fact.step}, the others "
+            f"{fact.common}: {'it' if alone else 'they'} skipped or added an optimizer step, or accumulated "
+            f"differently. In the {count(fact.steps, 'recorded step')} since, equal step numbers "
             "mean different steps, so the replicas drift apart."
         ),
-        subject=Subject(step=found.step, rank=found.ranks[0] if one else None),
+        subject=Subject(step=fact.step, rank=fact.ranks[0] if alone else None),
         evidence=tuple(
-            Evidence(f"scalars/backwards_seen, rank {rank}", found.step, found.seen[rank], "1")
-            for rank in (*found.ranks[:4], *others[:2])
+            Evidence(f"scalars/backwards_seen, rank {rank}", fact.step, fact.seen[rank], "1")
+            for rank in (*fact.ranks[:4], *others[:2])
         ),
         fix=(
             "Find the condition around `optimizer.step()` that each rank decides alone (its loss, its shard, "
@@ -201,22 +201,22 @@ def _out_of_step(found: OutOfStep) -> Finding:
 
 def _has_equal_devices(run: Run) -> bool:
     """Return whether all ranks compute on the same kind of device, and so round the same way."""
-    known = [run.fingerprint(rank=rank) for rank in run.attempts[-1].ranks] if run.attempts else []
-    kinds = {re.sub(r"(cuda):\d+", r"\1", one.device) for one in known if one is not None}
-    hosts = {one.host for one in known if one is not None}
+    fingerprints = [run.fingerprint(rank=rank) for rank in run.attempts[-1].ranks] if run.attempts else []
+    kinds = {re.sub(r"(cuda):\d+", r"\1", p.device) for p in fingerprints if p is not None}
+    hosts = {fingerprint.host for fingerprint in fingerprints if fingerprint is not None}
     return len(kinds) <= 1 and (len(hosts) <= 1 or not any("cpu" in kind for kind in kinds))
 
 
-def _finding(run: Run, found: Sequence[_Apart], *, is_first: bool) -> Finding:
-    first = found[0]
+def _finding(run: Run, differences: Sequence[_Apart], *, is_first: bool) -> Finding:
+    first = differences[0]
     moment, names = first.moment, sorted(first.differing, key=lambda name: -_spread(first.differing[name]))
     values = dict(sorted(first.differing[names[0]].items()))
     by = next(iter(values.values())).promise.by
-    steps = sorted({one.moment.step for one in found})
+    steps = sorted({difference.moment.step for difference in differences})
     is_meant = bool(moment.unsynced)  # and so may be local SGD
     cause, fix = _cause(run, first, is_first=is_first, by=by)
-    norms = ", ".join(f"{phrases.number(one.norm)} on rank {rank}" for rank, one in list(values.items())[:4])
-    if len({phrases.number(one.norm) for one in values.values()}) == 1:
+    norms = ", ".join(f"{phrases.number(v.norm)} on rank {rank}" for rank, v in list(values.items())[:4])
+    if len({phrases.number(replica.norm) for replica in values.values()}) == 1:
         norms += ", with other values"
     kept = phrases.parameters(names, len(names))
     kept += f" of {count(first.compared, 'parameter')} that {by} keeps equal" if by else ", equal until then,"
@@ -230,9 +230,9 @@ def _finding(run: Run, found: Sequence[_Apart], *, is_first: bool) -> Finding:
         subject=Subject(parameter=names[0], module=phrases.modules_of(run).get(names[0]), step=moment.step),
         evidence=tuple(
             Evidence(
-                f"events/{Digests.event}, rank {rank}", moment.step, phrases.plain(one.norm), moment.name
+                f"events/{Digests.event}, rank {rank}", moment.step, phrases.plain(replica.norm), moment.name
             )
-            for rank, one in list(values.items())[: phrases.EVIDENCE_ROWS]
+            for rank, replica in list(values.items())[: phrases.EVIDENCE_ROWS]
         ),
         fix=fix,
         refuted_if="the ranks are meant to train apart and to be averaged now and then (local SGD).",
