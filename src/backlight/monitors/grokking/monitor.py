@@ -125,10 +125,10 @@ class GrokkingMonitor(Monitor):
             self._tracker.sample(step)
 
     def _bound_window(self, table: ParameterTable) -> None:
-        held = sum(record.numel for record in table.records) * 4 * self._tracker.measures.window_steps
-        if self._tracker.measures.window and held > WINDOW_SHARE * available_memory():
+        window_bytes = sum(record.numel for record in table.records) * 4 * self._tracker.measures.window_steps
+        if self._tracker.measures.window and window_bytes > WINDOW_SHARE * available_memory():
             self._tracker.without_window()
-            reason = f"{held} bytes of past gradients would not fit into a tenth of the free memory"
+            reason = f"{window_bytes} bytes of past gradients would not fit into a tenth of the free memory"
             self._recorder.event(None, "unmeasured", {"what": "window", "reason": reason})
 
     def _warn(self, what: str, reason: str) -> None:

@@ -136,14 +136,14 @@ class Measures(MonitorSettings):
     def __post_init__(self) -> None:
         """Check the bounds and the choices."""
         super().__post_init__()
-        for name, known in (
+        for name, choices in (
             ("scope", SCOPES),
             ("eigenvalues", EIGENVALUE_DEVICES),
             ("precision", PRECISIONS),
         ):
-            if getattr(self, name) not in known:
+            if getattr(self, name) not in choices:
                 raise SettingError(
-                    f"grokking.{name}", f"{getattr(self, name)!r}: expected {' or '.join(known)}"
+                    f"grokking.{name}", f"{getattr(self, name)!r}: expected {' or '.join(choices)}"
                 )
 
     def logs(self, step: int) -> bool:

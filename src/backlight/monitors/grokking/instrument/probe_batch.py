@@ -51,20 +51,20 @@ def sample_influences(
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    held = inputs.trainable(unwrapped(model))
-    of = {name: rates[id(found.tensor)] for name, found in held.items() if id(found.tensor) in rates}
+    trainable = inputs.trainable(unwrapped(model))
+    of = {name: rates[id(p.tensor)] for name, p in trainable.items() if id(p.tensor) in rates}
     if not of:
         raise GramError(
             "influence: no optimizer holds a parameter of the model, so no learning rate is known"
         )
-    is_one = len(of) == len(held) and len(set(of.values())) == 1
-    found = gram(model, sample_loss, batch, against=held_out, detail="model" if is_one else "parameter")
+    is_one = len(of) == len(trainable) and len(set(of.values())) == 1
+    kernel = gram(model, sample_loss, batch, against=held_out, detail="model" if is_one else "parameter")
     total = (
-        next(iter(of.values())) * found.influence()
+        next(iter(of.values())) * kernel.influence()
         if is_one
-        else torch.stack([rate * found.influence(f"parameter/{name}") for name, rate in of.items()]).sum(0)
+        else torch.stack([rate * kernel.influence(f"parameter/{name}") for name, rate in of.items()]).sum(0)
     )
-    return total / (len(total) * found.against)
+    return total / (len(total) * kernel.against)
 
 
 def record_influences(
@@ -79,18 +79,18 @@ def record_influences(
     arrays: bool,
 ) -> None:
     """Record sums of the influences by sign, the mean held-out loss, and with ``arrays`` the influences."""
-    found = sample_influences(model, sample_loss, batch, held_out, optimizers).cpu()
+    influences = sample_influences(model, sample_loss, batch, held_out, optimizers).cpu()
     with preserve_state(model), torch.no_grad():
         loss = float(sample_loss(model, held_out)) / inputs.count(held_out)
     values = {
-        "drop": float(found.sum()),
-        "lowering": float(found.clamp(min=0).sum()),
-        "raising": float(found.clamp(max=0).sum()),
+        "drop": float(influences.sum()),
+        "lowering": float(influences.clamp(min=0).sum()),
+        "raising": float(influences.clamp(max=0).sum()),
         "held_out_loss": loss,
     }
     recorder.scalars(step, {f"influence/{name}": value for name, value in values.items()})
     if arrays:
-        record_array(recorder, "influence/samples", step, found, ("sample",))
+        record_array(recorder, "influence/samples", step, influences, ("sample",))
 
 
 ROWS = 1024
@@ -133,13 +133,13 @@ class KernelSeries:
         n = min(inputs.count(batch), ROWS // outputs)
         if n < 2:
             raise GramError(f"ntk: a sample has {outputs} outputs, expected {ROWS // 2} at most")
-        found = ntk(model, x[:n])
-        values = {"trace": float(found.matrix.trace()) / n}
+        kernel = ntk(model, x[:n])
+        values = {"trace": float(kernel.matrix.trace()) / n}
         if others and (targets := _targets(others[0][:n], outputs)) is not None:
-            values["alignment"] = found.alignment(targets)
+            values["alignment"] = kernel.alignment(targets)
         if self.start is None:
-            self.start = found.kernel.cpu()
-        values["distance"] = found.distance(TangentKernel(self.start))
+            self.start = kernel.kernel.cpu()
+        values["distance"] = kernel.distance(TangentKernel(self.start))
         recorder.scalars(step, {f"ntk/{name}": value for name, value in finite(values).items()})
 
 
@@ -191,21 +191,21 @@ class Probe:
         if not any(due.values()):
             return
         # float64 products keep the smallest eigenvalues, which a later analysis of the stored Gram may need.
-        found = gram(
+        measured = gram(
             self._model, self._sample_loss, self._next_batch(), detail="layer", products=torch.float64
         )
-        if found.unchecked and not self._reported:
+        if measured.unchecked and not self._reported:
             self._reported = True
             what = "independence of the samples of the probe batch"
-            recorder.event(step, "unmeasured", {"what": what, "reason": found.unchecked})
+            recorder.event(step, "unmeasured", {"what": what, "reason": measured.unchecked})
         if due["gram"]:
-            _record_grams(step, found, measures, recorder)
+            _record_grams(step, measured, measures, recorder)
         if due["mean_gradient"]:
-            for name, gradient in found.mean_gradient.items():
+            for name, gradient in measured.mean_gradient.items():
                 if gradient is not None:
                     record_array(recorder, f"mean_gradient/{name}", step, gradient.detach().cpu())
         if due["vectors"]:
-            _record_eigenvectors(step, found, measures, recorder)
+            _record_eigenvectors(step, measured, measures, recorder)
 
     def agop(self, step: int, measures: Measures, recorder: Recorder) -> None:
         """Record the input AGOP if it is due and the input is real-valued."""
@@ -214,19 +214,19 @@ class Probe:
             return
         matrix = input_agop(self._model, inputs)
         # ``spectrum`` takes N times a second moment.
-        found = spectrum(matrix * len(matrix), device=_eigenvalue_device(measures))
-        metrics = finite(found.metrics(of_samples=False))
+        eigen = spectrum(matrix * len(matrix), device=_eigenvalue_device(measures))
+        metrics = finite(eigen.metrics(of_samples=False))
         recorder.scalars(step, {f"agop/{name}": value for name, value in metrics.items()})
         if measures.matrices:
             record_array(recorder, "agop/matrix", step, matrix.cpu(), ("input", "input"))
         if measures.spectra:
-            record_array(recorder, "agop/eigenvalues", step, found.eigenvalues, ("rank",))
+            record_array(recorder, "agop/eigenvalues", step, eigen.eigenvalues, ("rank",))
 
     def influence(self, step: int, measures: Measures, recorder: Recorder) -> None:
         """Record which samples carry the drop of the held-out loss, if that is due."""
         if self._held_out is not None and measures.due(measures.influence, step):
-            given = self._next_batch(), self._held_out, self._optimizers()
-            record_influences(step, self._model, self._sample_loss, *given, recorder, arrays=measures.spectra)
+            pair = self._next_batch(), self._held_out, self._optimizers()
+            record_influences(step, self._model, self._sample_loss, *pair, recorder, arrays=measures.spectra)
             if not self._announced:
                 self._announced = True
                 recorder.event(step, "influence", {"is_fixed": not callable(self._batch)})
@@ -242,26 +242,26 @@ class Probe:
         return self._batch() if callable(self._batch) else self._batch
 
 
-def scopes(found: Gram, wanted: str) -> dict[str, Tensor]:
+def scopes(grams: Gram, wanted: str) -> dict[str, Tensor]:
     """Return the Grams of a scope by name; a block of a single layer appears as that layer only."""
-    layers = {f"layer/{name}": matrix for name, matrix in found.per_layer.items()}
+    layers = {f"layer/{name}": matrix for name, matrix in grams.per_layer.items()}
     if wanted == "layers":
         return layers
     members: dict[str, set[str]] = {}
-    for location in found.locations.values():
+    for location in grams.locations.values():
         members.setdefault(location.block, set()).add(location.layer)
-    blocks = {f"block/{name}": matrix for name, matrix in found.per_block.items() if len(members[name]) > 1}
-    return {"model": found.matrix, **blocks, **layers}
+    blocks = {f"block/{name}": matrix for name, matrix in grams.per_block.items() if len(members[name]) > 1}
+    return {"model": grams.matrix, **blocks, **layers}
 
 
-def _record_grams(step: int, found: Gram, measures: Measures, recorder: Recorder) -> None:
+def _record_grams(step: int, grams: Gram, measures: Measures, recorder: Recorder) -> None:
     device = _eigenvalue_device(measures)
-    for scope, matrix in scopes(found, measures.scope).items():
-        whole = found.spectrum(scope=scope, device=device)
-        centred = found.spectrum(scope=scope, centred=True, device=device)
+    for scope, matrix in scopes(grams, measures.scope).items():
+        whole = grams.spectrum(scope=scope, device=device)
+        centred = grams.spectrum(scope=scope, centred=True, device=device)
         values = {f"gram/{scope}/{name}": value for name, value in finite(whole.metrics()).items()}
         values |= {f"gram/{scope}/centred/{name}": v for name, v in finite(centred.metrics()).items()}
-        if found.samples > 1:
+        if grams.samples > 1:
             low, high = noise_scale(matrix.diagonal().cpu().numpy(), matrix.sum(1).cpu().numpy(), 1).interval
             values |= finite({f"gram/{scope}/noise_scale_low": low, f"gram/{scope}/noise_scale_high": high})
         recorder.scalars(step, values)
@@ -272,9 +272,9 @@ def _record_grams(step: int, found: Gram, measures: Measures, recorder: Recorder
             record_array(recorder, f"gram/{scope}/matrix", step, matrix.cpu(), ("sample", "sample"))
 
 
-def _record_eigenvectors(step: int, found: Gram, measures: Measures, recorder: Recorder) -> None:
+def _record_eigenvectors(step: int, grams: Gram, measures: Measures, recorder: Recorder) -> None:
     """Record the leading eigenvectors of the model, ``[r, M]`` in model order."""
-    _, vectors = found.eigenvectors(min(measures.top_k, found.samples))
+    _, vectors = grams.eigenvectors(min(measures.top_k, grams.samples))
     flat = torch.cat([part.flatten(1) for part in vectors.values()], dim=1)
     precise = torch.float64 if measures.precision == "float64" else torch.float32
     record_array(recorder, "gram/model/vectors", step, flat.to("cpu", precise), ("rank", "parameter"))

@@ -53,7 +53,7 @@ class Tracker:
         self._window = GradientWindow(measures.window_steps)
         self._sketch = GradientSketch(measures.sketch_rows)
         self._step = -1
-        self._held: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
 
     def measure(self, step: int, gradients: Iterable[tuple[str, Tensor | None]]) -> None:
         """Measure all that is due at ``step``, given all gradients and the weights they were taken at."""
@@ -65,39 +65,39 @@ class Tracker:
     def gradients(self, step: int, gradients: Iterable[tuple[str, Tensor | None]]) -> None:
         """Copy gradients of ``step`` by parameter name, as backward left them; may come in several calls."""
         if step != self._step:
-            self._step, self._held = step, {}
+            self._step, self._gradients = step, {}
         for name, gradient in gradients:
-            if gradient is None or name in self._held:
+            if gradient is None or name in self._gradients:
                 continue
             dense = gradient.coalesce().to_dense() if gradient.is_sparse else gradient
             # A copy: the optimizer, clipping or the next backward may write over it.
-            self._held[name] = dense.detach().to("cpu", copy=True)
+            self._gradients[name] = dense.detach().to("cpu", copy=True)
 
     def close(self, step: int) -> None:
         """Measure the gradients of ``step``, once all of them were given."""
-        held, self._held = self._held, {}
-        if not held or step != self._step:
+        gradients, self._gradients = self._gradients, {}
+        if not gradients or step != self._step:
             return
         measures = self.measures
         squares = [
             float(torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float64))) ** 2
-            for g in held.values()
+            for g in gradients.values()
         ]
         self.recorder.scalars(step, {"gradient/norm": sum(squares) ** 0.5})
         if measures.due(measures.gradients, step):
-            for name, gradient in held.items():
+            for name, gradient in gradients.items():
                 values = stored(gradient, measures.precision)
                 record_array(self.recorder, f"gradient/{name}", step, values, _axes(gradient))
         if measures.window:
-            self._window.add(step, held)
+            self._window.add(step, gradients)
             if measures.due(measures.window, step) and len(self._window) > 1:
                 self._guarded("window", self._measure_window, step)
         if measures.sketch:
-            self._guarded("sketch", self._sketch.add, held)
+            self._guarded("sketch", self._sketch.add, gradients)
             if measures.due(measures.sketch, step):
                 self._guarded("sketch", self._sketch.record, step, self.recorder)
         if measures.due(measures.products, step):
-            for name, gradient in held.items():
+            for name, gradient in gradients.items():
                 if gradient.ndim >= 2 and min(gradient.shape[0], gradient[0].numel()) > 1:
                     self._guarded(f"product/{name}", self._measure_product, step, name, gradient)
 
@@ -129,27 +129,27 @@ class Tracker:
 
     def _measure_window(self, step: int) -> None:
         matrix, steps = self._window.gram()
-        found = spectrum(torch.from_numpy(matrix))
-        metrics = finite(found.metrics())
+        eigen = spectrum(torch.from_numpy(matrix))
+        metrics = finite(eigen.metrics())
         metrics.pop("noise_scale", None)  # steps of one trajectory are not samples of one distribution
         self.recorder.scalars(step, {f"window/{k}": v for k, v in metrics.items()})
         if self.measures.matrices:
             record_array(self.recorder, "window/matrix", step, matrix, ("step", "step"))
             record_array(self.recorder, "window/steps", step, np.array(steps, dtype=np.int64), ("step",))
         if self.measures.spectra:
-            record_array(self.recorder, "window/eigenvalues", step, found.eigenvalues, ("rank",))
+            record_array(self.recorder, "window/eigenvalues", step, eigen.eigenvalues, ("rank",))
 
     def _measure_product(self, step: int, name: str, gradient: Tensor) -> None:
-        found = product_spectrum(gradient)
-        metrics = finite(found.metrics(of_samples=False))
+        eigen = product_spectrum(gradient)
+        metrics = finite(eigen.metrics(of_samples=False))
         self.recorder.scalars(step, {f"product/{name}/{key}": value for key, value in metrics.items()})
         if self.measures.spectra:
-            record_array(self.recorder, f"product/{name}/eigenvalues", step, found.eigenvalues, ("rank",))
+            record_array(self.recorder, f"product/{name}/eigenvalues", step, eigen.eigenvalues, ("rank",))
 
-    def _guarded(self, what: str, measure: Callable[..., None], *given: Any) -> None:
+    def _guarded(self, what: str, measure: Callable[..., None], *arguments: Any) -> None:
         """Call ``measure``; a failure becomes an event and a warning, or is raised without ``warn``."""
         try:
-            measure(*given)
+            measure(*arguments)
         except Exception as error:  # a measurement must not end the run
             if is_interrupt(error):
                 raise

@@ -101,10 +101,10 @@ def analyse(
     detection = detect_run(run, limits, chance=chance, test_size=test_size)
     seeds = seeds_of(run, candidates)
     against = list(controls) or controls_of(run, candidates, seeds)
-    found = next((one for one in against if has_accuracies(one)), None)
+    control = next((other for other in against if has_accuracies(other)), None)
     theirs = None
-    if found is not None:
-        theirs = detect_run(found, limits, chance=chance, test_size=test_size)
+    if control is not None:
+        theirs = detect_run(control, limits, chance=chance, test_size=test_size)
     test = run.scalar(TEST, source="user")
     comparison = with_overrides(LeadLagLimits, overrides)
     following = lead_lags(run, detection, against, seeds, comparison)
@@ -113,7 +113,7 @@ def analyse(
         run=run,
         facts=stated(run),
         detection=detection,
-        control=found,
+        control=control,
         controls=tuple(against),
         seeds=tuple(seeds),
         needed=needed_of_each(tested, comparison.false_discovery_rate),

@@ -71,23 +71,23 @@ def read_curve(steps: ArrayLike, values: ArrayLike, name: str) -> Curve:
     DetectionError
         If the shapes differ, or a value is not a share: infinite, negative, or above 1 (a percentage).
     """
-    at, held = np.asarray(steps), np.asarray(values, dtype=np.float64)
-    if at.ndim != 1 or at.shape != held.shape:
+    at, logged = np.asarray(steps), np.asarray(values, dtype=np.float64)
+    if at.ndim != 1 or at.shape != logged.shape:
         raise DetectionError(
-            f"{name}: got steps of shape {at.shape} and values of shape {held.shape}; "
+            f"{name}: got steps of shape {at.shape} and values of shape {logged.shape}; "
             "expected two arrays of one length"
         )
     if at.size and not np.all(np.isfinite(at.astype(np.float64))):
         raise DetectionError(f"{name}: a step is not a finite number; expected whole numbers")
     notes = []
-    missing = np.isnan(held)
+    missing = np.isnan(logged)
     if missing.any():
-        notes.append(f"{name}: {int(missing.sum())} of {len(held)} logs are NaN and count as not logged")
+        notes.append(f"{name}: {int(missing.sum())} of {len(logged)} logs are NaN and count as not logged")
     order = np.argsort(at[~missing], kind="stable")
-    sorted_steps, sorted_values = at[~missing][order].astype(np.int64), held[~missing][order]
-    odd = (sorted_values < 0) | (sorted_values > 1 + 1e-9)  # inf is above 1
-    if odd.any():
-        row = int(np.argmax(odd))
+    sorted_steps, sorted_values = at[~missing][order].astype(np.int64), logged[~missing][order]
+    impossible = (sorted_values < 0) | (sorted_values > 1 + 1e-9)  # inf is above 1
+    if impossible.any():
+        row = int(np.argmax(impossible))
         raise DetectionError(
             f"{name}: {sorted_values[row]:g} at step {sorted_steps[row]} is not a share of samples; expected "
             "0 to 1. Log accuracies as shares, not as percentages"
@@ -107,15 +107,15 @@ def first_stay(curve: Curve, level: float, logs: int) -> Interval | None:
     To hold is to be at least ``level`` at ``logs`` logs in a row. Where logs are spaced logarithmically so
     many may take a decade: three logs to the end of the run that last half as many steps again are enough.
     """
-    held = curve.values >= level
-    if len(held) < logs:
+    reached = curve.values >= level
+    if len(reached) < logs:
         return None
-    rows = np.flatnonzero(np.convolve(held.astype(np.int64), np.ones(logs, np.int64), "valid") == logs)
+    rows = np.flatnonzero(np.convolve(reached.astype(np.int64), np.ones(logs, np.int64), "valid") == logs)
     last = ends_above(curve, level)
     if len(rows):
         row = int(rows[0])
     elif last >= LAST_LOGS and curve.steps[-1] >= LAST_FACTOR * max(1, curve.steps[-last]):
-        row = len(held) - last
+        row = len(reached) - last
     else:
         return None
     # Before the first log only the start of training at step 0 is known.
@@ -217,6 +217,6 @@ def change_points(steps: NDArray[np.int64], values: NDArray[np.float64]) -> tupl
     # The median absolute difference of white noise is .954 of its standard deviation.
     noise = float(np.median(np.abs(np.diff(values)))) / 0.954
     scale = max(noise, 1e-2 * float(np.ptp(values)))
-    found = ruptures.Pelt(model="l2", min_size=3, jump=1).fit(values[:, None] / scale)
-    ends = found.predict(pen=PENALTY * math.log(len(values)))
+    search = ruptures.Pelt(model="l2", min_size=3, jump=1).fit(values[:, None] / scale)
+    ends = search.predict(pen=PENALTY * math.log(len(values)))
     return tuple(int(steps[end]) for end in ends[:-1])

@@ -254,7 +254,7 @@ class _Evaluation:
     ) -> tuple[GrokkingVerdict, str]:
         """Evaluate a run that did both, in the order in which a condition makes the next one meaningful."""
         limits = self.limits
-        held = {condition.name: condition.held for condition in conditions}
+        outcomes = {condition.name: condition.held for condition in conditions}
         if np.median(curves.ending(self.test, END_SHARE, limits.stay_logs)) < self.way(0.5):
             return (
                 GrokkingVerdict.UNSTABLE,
@@ -268,7 +268,7 @@ class _Evaluation:
                 "The test accuracy lost, before it rose, what it had reached without a delay: a recovery or "
                 "double descent, not grokking.",
             )
-        if held["training accuracy lasts"] is False:
+        if outcomes["training accuracy lasts"] is False:
             return (
                 GrokkingVerdict.UNSTABLE,
                 "Between the two times the training accuracy was lost: a recovery, not grokking.",
@@ -279,7 +279,7 @@ class _Evaluation:
                 "The test accuracy rose while the run fitted training data for a second time: a curriculum "
                 "or a recovery, not grokking.",
             )
-        if held["starts from below"] is False:
+        if outcomes["starts from below"] is False:
             return (
                 GrokkingVerdict.NO_DELAY,
                 "The run was more than half way to generalising when it memorised: slow, but no delay.",
@@ -290,12 +290,12 @@ class _Evaluation:
                 f"The run generalised {generalised.by - memorised.by} steps after it memorised: start-up, no "
                 "delay.",
             )
-        doubt = self._doubt(memorised, generalised, held)
+        doubt = self._doubt(memorised, generalised, outcomes)
         if doubt:
             return GrokkingVerdict.INSUFFICIENT_DATA, doubt
         if self.plateau < limits.test_share and self._rise() > limits.rising:
             return GrokkingVerdict.CENSORED, "The test accuracy still rises at the end."
-        if held[SHARP] is False:
+        if outcomes[SHARP] is False:
             return (
                 GrokkingVerdict.DELAYED_SMOOTH,
                 "Delayed, but smooth: the test accuracy rises gradually, without the transition of grokking.",
@@ -313,7 +313,7 @@ class _Evaluation:
             )
         return GrokkingVerdict.GROKKING, "Delayed generalisation."
 
-    def _doubt(self, memorised: Interval, generalised: Interval, held: dict[str, bool | None]) -> str:
+    def _doubt(self, memorised: Interval, generalised: Interval, outcomes: dict[str, bool | None]) -> str:
         """Return why the data do not support a verdict of grokking; empty if they do."""
         filled = self.doubted.between(memorised.after - 1, generalised.by)
         values = self.test.between(memorised.by, generalised.by).values
@@ -324,18 +324,18 @@ class _Evaluation:
             )
         if memorised.by <= 0 or memorised.after < 0:
             return "The run had memorised at its first log: the time is unknown."
-        if not held["delay"]:
+        if not outcomes["delay"]:
             return "The logs are too far apart to bound the delay."
-        if not held["logs between"]:
+        if not outcomes["logs between"]:
             return f"There are fewer than {self.limits.logs_between} logs between the two times."
-        if held["starts from below"] is None:
+        if outcomes["starts from below"] is None:
             return "No test accuracy was logged when the run memorised."
         if len(np.unique(values)) == 1:
             return (
                 f"The test accuracy is exactly {values[0]:.4g} at every log between the two times: "
                 "it looks like a filler."
             )
-        if not held["test set"]:
+        if not outcomes["test set"]:
             return f"The test set is too small for a verdict (at least {self.size} samples)."
         return ""
 

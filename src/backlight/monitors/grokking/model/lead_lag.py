@@ -53,14 +53,14 @@ def slopes(curves_RL: Floats, reference_L: Floats, most: int) -> Floats:
     At a positive lead the reference is taken so many logs later. Slopes and not correlations: a control whose
     curve moves a hundredth as far correlates just as well.
     """
-    found, length = [], len(reference_L)
+    shares, length = [], len(reference_L)
     for lead in range(-most, most + 1):
         values = curves_RL[:, : length - lead] if lead >= 0 else curves_RL[:, -lead:]
         later = reference_L[lead:] if lead >= 0 else reference_L[:lead]
         away = later - later.mean()
         square = float(away @ away)
-        found.append(values @ away / square if square > 0 else np.zeros(len(curves_RL)))
-    return np.stack(found, axis=1)
+        shares.append(values @ away / square if square > 0 else np.zeros(len(curves_RL)))
+    return np.stack(shares, axis=1)
 
 
 def permutation_p(slopes_RK: Floats, runs: int) -> float:
@@ -139,9 +139,9 @@ def measures_of(run: Run) -> dict[str, Scalar]:
         for n in run.scalar_names("backlight")
         if n.startswith(MODEL_MEASURES) and not n.endswith(("_low", "_high"))
     ]
-    found = {name: run.scalar(name) for name in sorted(names)}
+    geometry = {name: run.scalar(name) for name in sorted(names)}
     progress = sorted(n for n in run.scalar_names("user") if n.startswith("progress/"))
-    return found | {name: run.scalar(name, source="user") for name in progress}
+    return geometry | {name: run.scalar(name, source="user") for name in progress}
 
 
 def lead_lags(
@@ -166,8 +166,8 @@ def lead_lags(
             name,
             _common(scalar, test, start),
             accuracies,
-            [found[name] for found in of_seeds if name in found],
-            [found[name] for found in of_controls if name in found],
+            [scalars[name] for scalars in of_seeds if name in scalars],
+            [scalars[name] for scalars in of_controls if name in scalars],
             limits,
         )
         for name, scalar in measures_of(run).items()
@@ -201,9 +201,9 @@ def _correlated(
     reference = np.maximum.accumulate(np.mean([accuracy, *_at(accuracies[1:], steps)], axis=0))
     level, share, p = None, None, None
     if theirs:
-        found = slopes(curves, reference, most)
-        p = permutation_p(found, runs)
-        of_runs, of_controls = found[:runs, most + lead].mean(), found[runs:, most + lead].mean()
+        changes = slopes(curves, reference, most)
+        p = permutation_p(changes, runs)
+        of_runs, of_controls = changes[:runs, most + lead].mean(), changes[runs:, most + lead].mean()
         share = float(of_controls / of_runs) if of_runs else None
         level = float(np.median([np.median(_tail(curve)) for curve in theirs]))
     return LeadLag(
@@ -254,12 +254,12 @@ def false_discoveries(p_values: Sequence[float]) -> list[float]:
 
 def _at(others: Sequence[Scalar], steps: NDArray[np.int64]) -> list[Floats]:
     """Return the values of other runs at ``steps``, interpolated; without those that do not cover them."""
-    found = []
+    curves = []
     for other in others:
         finite = np.isfinite(other.values)
         if finite.sum() >= MIN_LOGS and other.steps[finite][-1] >= steps[-1]:
-            found.append(np.interp(steps, other.steps[finite], other.values[finite]))
-    return found
+            curves.append(np.interp(steps, other.steps[finite], other.values[finite]))
+    return curves
 
 
 def _common(measure: Scalar, test: Scalar, start: int) -> tuple[NDArray[np.int64], Floats, Floats]:
@@ -287,9 +287,9 @@ def _shifted(values: Floats, accuracy: Floats, lead: int) -> tuple[Floats, Float
 def _pearson(first: Floats, second: Floats) -> float:
     """Return Pearson's correlation, 0 if one does not vary."""
     # Without the warnings of numpy.corrcoef where one does not vary.
-    one, other = first - first.mean(), second - second.mean()
-    size = math.sqrt(float(one @ one) * float(other @ other))
-    return float(one @ other) / size if size > 0 else 0.0
+    centred, other = first - first.mean(), second - second.mean()
+    size = math.sqrt(float(centred @ centred) * float(other @ other))
+    return float(centred @ other) / size if size > 0 else 0.0
 
 
 def rank_correlation(first: Floats, second: Floats) -> float | None:

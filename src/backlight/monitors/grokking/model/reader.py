@@ -113,30 +113,30 @@ def detect_run(
 def controls_of(run: Run, candidates: Iterable[Run], seeds: Sequence[Run] = ()) -> list[Run]:
     """Return the controls of ``run``, the newest first, then those of other ``seeds`` of it."""
 
-    def of(one: Run) -> list[Run]:
-        names = {one.run_id, one.name, str(one.path), one.path.name, str(one.path.resolve())} - {""}
-        found = [
+    def of(seed: Run) -> list[Run]:
+        names = {seed.run_id, seed.name, str(seed.path), seed.path.name, str(seed.path.resolve())} - {""}
+        controls = [
             other
             for other in others
-            if other.run_id != one.run_id and (facts := stated(other)).control and facts.control_of in names
+            if other.run_id != seed.run_id and (facts := stated(other)).control and facts.control_of in names
         ]
-        return sorted(found, key=lambda other: other.attempts[-1].started, reverse=True)
+        return sorted(controls, key=lambda other: other.attempts[-1].started, reverse=True)
 
     others = list(candidates)
-    return list({other.run_id: other for one in (run, *seeds) for other in of(one)}.values())
+    return list({other.run_id: other for seed in (run, *seeds) for other in of(seed)}.values())
 
 
 def seeds_of(run: Run, candidates: Iterable[Run]) -> list[Run]:
     """Return the runs with both accuracies that were trained as ``run`` was, from another seed each."""
     trained, facts = _trained_as(run), stated(run)
-    found = {facts.seed: run}
+    by_seed = {facts.seed: run}
     for other in candidates:
         theirs = stated(other)
         if not trained or other.run_id == run.run_id or theirs.control != facts.control:
             continue
         if _trained_as(other) == trained and has_accuracies(other):
-            found.setdefault(theirs.seed, other)
-    return [other for other in found.values() if other is not run]
+            by_seed.setdefault(theirs.seed, other)
+    return [other for other in by_seed.values() if other is not run]
 
 
 def _trained_as(run: Run) -> Mapping[str, Any]:

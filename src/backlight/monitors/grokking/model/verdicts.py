@@ -261,14 +261,14 @@ def transition_of(test: Curve, start: float, plateau: float, memorised: int, log
 
 
 def _passed(curve: Curve, level: float, logs: int) -> float | None:
-    held = curves.first_stay(curve, level, logs)
-    if held is None:
+    times = curves.first_stay(curve, level, logs)
+    if times is None:
         return None
-    row = int(np.searchsorted(curve.steps, held.by))
+    row = int(np.searchsorted(curve.steps, times.by))
     if not row:
-        return float(held.by)
+        return float(times.by)
     before, after = curve.values[row - 1 : row + 1]
-    return held.after + (level - float(before)) / float(after - before) * (held.by - held.after)
+    return times.after + (level - float(before)) / float(after - before) * (times.by - times.after)
 
 
 def lost(test: Curve, way: Way, early: float, late: int, *, share: float, size: int) -> bool:

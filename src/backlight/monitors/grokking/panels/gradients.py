@@ -106,12 +106,12 @@ def second_moment(source: Source) -> Drawn | NotMeasured:
     remarks: list[str] = []
     for metric in BY_LAYER:
         words = metric.replace("_", " ")
-        found = scopes(source.run, metric)
-        scalars = [(scope, measured(source.run, name)) for scope, name in list(found.items())[:SCOPES]]
+        names = scopes(source.run, metric)
+        scalars = [(scope, measured(source.run, name)) for scope, name in list(names.items())[:SCOPES]]
         single = [Line(visible(scope), s.steps, s.values) for scope, s in scalars if s is not None]
         groups.append((f"{words.capitalize()} by layer", words, single))
-        if len(found) > SCOPES and not remarks:
-            remarks.append(f"{len(found)} layers were measured; the first {SCOPES} are drawn.")
+        if len(names) > SCOPES and not remarks:
+            remarks.append(f"{len(names)} layers were measured; the first {SCOPES} are drawn.")
     charts = [
         chart(lines, scaled(lines, label), title=title, spans=marked)
         for title, label, lines in groups
@@ -135,13 +135,13 @@ def scopes(run: Run, metric: str) -> dict[str, str]:
     """Return scalar names of ``metric`` for single blocks, else layers, by what the scope is called."""
     for kind in ("block", "layer"):
         head = f"gram/{kind}/"
-        found = {
+        names = {
             name.removeprefix(head).removesuffix(f"/{metric}"): name
             for name in run.scalar_names("backlight")
             if name.startswith(head) and name.endswith(f"/{metric}") and "/centred/" not in name
         }
-        if len(found) > (1 if kind == "block" else 0):  # of one block its layers tell more
-            return found
+        if len(names) > (1 if kind == "block" else 0):  # of one block its layers tell more
+            return names
     return {}
 
 

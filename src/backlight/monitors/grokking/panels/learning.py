@@ -42,12 +42,12 @@ def analysis_of(source: Source) -> GrokkingAnalysis | None:
 
 def spans(source: Source, *, named: bool = False) -> tuple[Span, ...]:
     """Return the two times as stretches of a chart, ``named`` in its legend as well."""
-    found = analysis_of(source)
-    if found is None:
+    analysis = analysis_of(source)
+    if analysis is None:
         return ()
     times = (
-        ("memorised", "t_m", found.detection.memorised, "second"),
-        ("generalised", "t_g", found.detection.generalised, "third"),
+        ("memorised", "t_m", analysis.detection.memorised, "second"),
+        ("generalised", "t_g", analysis.detection.generalised, "third"),
     )
     return tuple(
         Span(f"{label} {between(time)}" if named else "", mark, time.after, time.by, tone)
@@ -68,25 +68,25 @@ def summary(source: Source) -> Summary | None:
         return None
     steps = np.unique(np.concatenate([source.scalar(name).steps for name in names]))
     detail = f"The geometry of gradients was measured at {count(len(steps), 'step')}."
-    found = analysis_of(source)
-    headline = f"Verdict on grokking: {found.detection.words}" if found else ""
+    analysis = analysis_of(source)
+    headline = f"Verdict on grokking: {analysis.detection.words}" if analysis else ""
     return Summary(detail, _figures, headline=headline)
 
 
 def _figures(source: Source) -> Figures:
-    found = analysis_of(source)
-    if found is None:
+    analysis = analysis_of(source)
+    if analysis is None:
         return ()
     accuracy = source.scalar("test_accuracy", source="user")
     last = accuracy.values[-1:]
-    theirs = found.control_detection
-    control = theirs.words if theirs else "is one" if found.facts.control else "not run"
+    theirs = analysis.control_detection
+    control = theirs.words if theirs else "is one" if analysis.facts.control else "not run"
     shown = number(float(last[0]), 3) if len(last) else "not measured"
     at = f"at step {number(int(accuracy.steps[-1]))}" if len(last) else ""
     return (
-        ("verdict", found.detection.words, ""),
-        ("memorised in steps", between(found.detection.memorised), ""),
-        ("generalised in steps", between(found.detection.generalised), ""),
+        ("verdict", analysis.detection.words, ""),
+        ("memorised in steps", between(analysis.detection.memorised), ""),
+        ("generalised in steps", between(analysis.detection.generalised), ""),
         ("last test accuracy", shown, at),
         ("control", control, "random labels" if theirs else ""),
     )
@@ -100,8 +100,8 @@ def measured(run: Run, name: str, source: str = "backlight") -> Scalar | None:
 
 def lines_of(source: Source, metrics: Sequence[tuple[str, str]], origin: str = "backlight") -> list[Line]:
     """Return a line for each metric (scalar, label) that was recorded, and a dashed one of the control's."""
-    found = analysis_of(source)
-    control = found.control if found else None
+    analysis = analysis_of(source)
+    control = analysis.control if analysis else None
     lines = []
     for place, (name, label) in enumerate(metrics):
         mine = measured(source.run, name, origin)

@@ -76,7 +76,7 @@ def grokking(run: Run, limits: VerdictLimits) -> Iterator[Finding]:
     if not has_accuracies(run):
         return
     try:
-        found = detect_run(run, limits)
+        detection = detect_run(run, limits)
     except DetectionError as error:
         yield Finding(
             severity=Severity.WARNING,
@@ -88,29 +88,29 @@ def grokking(run: Run, limits: VerdictLimits) -> Iterator[Finding]:
             refuted_if="the values are shares, and the store damaged them.",
         )
         return
-    title, fix, refuted_if = _WORDS[found.verdict]
-    last = found.generalised or found.memorised
+    title, fix, refuted_if = _WORDS[detection.verdict]
+    last = detection.generalised or detection.memorised
     yield Finding(
-        severity=Severity.WARNING if found.verdict in _WARNINGS else Severity.INFO,
+        severity=Severity.WARNING if detection.verdict in _WARNINGS else Severity.INFO,
         title=title,
-        detail=found.claim,
-        subject=Subject(step=last.by if last else None, verdict=found.verdict.value),
-        evidence=tuple(_evidence(run, found)),
+        detail=detection.claim,
+        subject=Subject(step=last.by if last else None, verdict=detection.verdict.value),
+        evidence=tuple(_evidence(run, detection)),
         fix=fix,
         refuted_if=refuted_if,
         kind=FindingKind.STATISTIC,  # the result of the run, whatever its severity
     )
 
 
-def _evidence(run: Run, found: Detection) -> Iterator[Evidence]:
-    for name, interval in ((TRAIN, found.memorised), (TEST, found.memorised), (TEST, found.generalised)):
+def _evidence(run: Run, d: Detection) -> Iterator[Evidence]:
+    for name, interval in ((TRAIN, d.memorised), (TEST, d.memorised), (TEST, d.generalised)):
         if interval is None:
             continue
         scalar = run.scalar(name, source="user")
         for step in (interval.after, interval.by):
             for value in scalar.values[scalar.steps == step][:1]:
                 yield Evidence(f"user/{name}", step, "NaN" if math.isnan(value) else float(value))
-    if found.memorised is None:
-        yield Evidence(f"user/{TRAIN}", found.last_step, f"{found.logs[0]} logs")
-    if found.plateau is not None:
-        yield Evidence(f"user/{TEST}/plateau", None, found.plateau)
+    if d.memorised is None:
+        yield Evidence(f"user/{TRAIN}", d.last_step, f"{d.logs[0]} logs")
+    if d.plateau is not None:
+        yield Evidence(f"user/{TEST}/plateau", None, d.plateau)

@@ -82,15 +82,15 @@ def root_slack(magnitude: float, norms: float) -> float:
     return rounding / max(norms, math.sqrt(rounding)) if rounding > 0 else 0.0
 
 
-def coverage_error(name: str, found: Coverage, samples: int) -> GramError:
+def coverage_error(name: str, check: Coverage, samples: int) -> GramError:
     """Return the error of a failed coverage."""
-    got, expected = found.from_gram or 0.0, found.from_gradient or 0.0
+    got, expected = check.from_gram or 0.0, check.from_gradient or 0.0
     hint = "a use of the parameter escaped the capture, or a hook changes its gradient"
-    if found.method in {"vmap", "loop"}:
+    if check.method in {"vmap", "loop"}:
         hint = looks_like_mean(got, expected, samples, samples) or DEPENDENT
     return GramError(
         f"gram: the coverage of parameter {name!r} failed: expected the norm {expected:.6g} of its gradient, "
-        f"got {got:.6g} from its Gram ({found.method}); {hint}"
+        f"got {got:.6g} from its Gram ({check.method}); {hint}"
     )
 
 

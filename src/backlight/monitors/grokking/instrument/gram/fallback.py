@@ -43,21 +43,21 @@ def per_sample(
     """
     n = inputs.count(batch)
     groups: list[dict[str, nn.Parameter]] = []
-    held = GROUP_BYTES
+    group_bytes = GROUP_BYTES
     for name, parameter in parameters.items():
-        held += n * parameter.nbytes
-        if held > GROUP_BYTES:
+        group_bytes += n * parameter.nbytes
+        if group_bytes > GROUP_BYTES:
             groups.append({})
-            held = n * parameter.nbytes
+            group_bytes = n * parameter.nbytes
         groups[-1][name] = parameter
     for group in groups:
         try:
-            found, method = _vmapped(model, loss_fn, batch, group), "vmap"
+            gradients_of, method = _vmapped(model, loss_fn, batch, group), "vmap"
         except Exception as error:
             if is_interrupt(error):
                 raise
-            found, method = _looped(model, loss_fn, batch, group, n), "loop"
-        for name, gradients in found.items():
+            gradients_of, method = _looped(model, loss_fn, batch, group, n), "loop"
+        for name, gradients in gradients_of.items():
             flat = gradients.reshape(n, -1)
             yield (
                 name,
@@ -82,8 +82,8 @@ def _vmapped(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # operations without a batching rule are slow, not wrong
-        found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="error")(values, flat)
-    return {keys[key]: gradients.detach() for key, gradients in found.items()}
+        by_name = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0), randomness="error")(values, flat)
+    return {keys[key]: gradients.detach() for key, gradients in by_name.items()}
 
 
 def _looped(
@@ -97,7 +97,7 @@ def _looped(
     out = {name: parameter.new_zeros(n, *parameter.shape) for name, parameter in group.items()}
     for i in range(n):
         loss = inputs.scalar(loss_fn(model, inputs.some(batch, torch.tensor([i]))))
-        for name, found in zip(group, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
-            if found is not None:
-                out[name][i] = found.to_dense() if found.is_sparse else found
+        for name, gradient in zip(group, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
+            if gradient is not None:
+                out[name][i] = gradient.to_dense() if gradient.is_sparse else gradient
     return out

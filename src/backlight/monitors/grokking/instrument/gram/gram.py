@@ -156,8 +156,8 @@ class Measurement:
 
     def _owned(self, module: nn.Module) -> list[tuple[str, Measured]]:
         """Return the trainable parameters of ``module`` itself, by their names within it."""
-        own = module._parameters.items()
-        return [(key, self.by_id[id(p)]) for key, p in own if p is not None and id(p) in self.by_id]
+        parameters = module._parameters.items()
+        return [(key, self.by_id[id(p)]) for key, p in parameters if p is not None and id(p) in self.by_id]
 
     # Called by the capture (``Taps``).
 
@@ -213,9 +213,9 @@ class Measurement:
     def _add_combination(self, parameter: Measured, pieces: list[Factors], start: int, stop: int) -> None:
         assert self.weights is not None
         name = parameter.location.name
-        found = combine(pieces, self.weights[name][:, start:stop])
-        found = found.reshape(-1, *parameter.tensor.shape)
-        self.combined[name] = self.combined[name] + found if name in self.combined else found
+        combined = combine(pieces, self.weights[name][:, start:stop])
+        combined = combined.reshape(-1, *parameter.tensor.shape)
+        self.combined[name] = self.combined[name] + combined if name in self.combined else combined
 
     def _keep(self, parameter: Measured, K: Tensor, pieces: Sequence[Factors]) -> None:
         if self.full:
@@ -244,8 +244,8 @@ class Measurement:
             self.start, self.stop = start, min(self.samples, start + self.at_once)
             if start:  # a forward pass may change them, as spectral norm does
                 self._restore_buffers()
-            found, without = self._pass()
-            total = {name: _plus(total.get(name), gradient) for name, gradient in found.items()}
+            gradients, without = self._pass()
+            total = {name: _plus(total.get(name), gradient) for name, gradient in gradients.items()}
             accumulated |= without
         for parameter in self.parameters.values():
             parts, parameter.parts = parameter.parts, []
@@ -274,7 +274,7 @@ class Measurement:
         try:
             with torch.enable_grad(), eager(self.model), taps:
                 loss = inputs.scalar(self.loss_fn(self.model, batch))
-                found = self._gradients(loss, taps, batch)
+                gradients = self._gradients(loss, taps, batch)
         finally:
             self.broadcasts |= taps.broadcasts
         self.loss += float(loss.detach()) if self.full and taps.broadcasts else 0.0
@@ -282,7 +282,7 @@ class Measurement:
         for parameter in self.parameters.values():
             if not parameter.uncaptured:
                 self._finish(parameter)
-        return found, taps.without_grad
+        return gradients, taps.without_grad
 
     def _gradients(self, loss: Tensor, taps: Taps, batch: Any) -> dict[str, Tensor | None]:
         wanted = {
@@ -300,7 +300,7 @@ class Measurement:
         with preserve_state(self.model) as state:
             self.random, self.state = state.states, state
             self.full = self.schedule.due()
-            while (found := self._measured(state)) is None:
+            while (gradients := self._measured(state)) is None:
                 state.rewind()
                 self._reset()
         self.schedule.passed()
@@ -308,7 +308,7 @@ class Measurement:
         device = next(iter(self.parameters.values())).tensor.device
         empty = torch.zeros(self.samples, self.samples, dtype=torch.float64, device=device)
         keys = dict.fromkeys(p.location.key(self.detail) for p in self.parameters.values())
-        norms = inputs.norms(found)
+        norms = inputs.norms(gradients)
         return Gram(
             samples=self.samples,
             detail=self.detail,
@@ -322,7 +322,7 @@ class Measurement:
             rounding=self.rounding,
             _matrices={key: self.matrices.get(key, empty) for key in keys},
             _combine=self.combine,
-            _means={n: None if g is None else g.detach() / self.samples for n, g in found.items()}
+            _means={n: None if g is None else g.detach() / self.samples for n, g in gradients.items()}
             if self.full
             else {},
         )
@@ -333,7 +333,7 @@ class Measurement:
         if self.full:
             history.one = self._calls_of_one(state)
         try:
-            found, accumulated = self._sweep()
+            gradients, accumulated = self._sweep()
         except GramError:
             raise
         except Exception as error:
@@ -348,23 +348,23 @@ class Measurement:
             self.full = True
             return None
         drew = state.drew
-        failed = self._failures(inputs.norms(found))
+        failed = self._failures(inputs.norms(gradients))
         if self.full:
             if self.broadcasts and history.broadcast and not self._same_loss(state):
                 history.broadcast = False
                 return None
             if not failed or not drew:
-                failed |= Independence(self, state, drew, accumulated).failures(found, set(failed))
+                failed |= Independence(self, state, drew, accumulated).failures(gradients, set(failed))
         measured = [name for name in failed if self.parameters[name].method]
         if self.detail != "parameter" and measured and self.fallback and not drew:
             # Their Grams are in the sum of a layer: measure again, without their kernels.
             history.uncaptured |= {name: str(failed[name]) for name in measured}
             return None
         if failed:
-            self._fall_back(failed, found, drew, state)
+            self._fall_back(failed, gradients, drew, state)
         history.uncaptured |= {name: str(error) for name, error in failed.items() if name not in self.bare}
         history.calls = calls
-        return found
+        return gradients
 
     def _calls_of_one(self, state: PreservedState) -> list[Call]:
         """Return the calls of modules in a forward pass of one sample; none where that fails."""
@@ -396,8 +396,8 @@ class Measurement:
         if norm is None or not self.full:
             return Coverage(method)
         size = float(torch.linalg.vector_norm(parameter.sizes))
-        found = checks.coverage(method, parameter.total, parameter.magnitude, norm, size, parameter.eps)
-        return replace(found, independence=parameter.independence)
+        coverage = checks.coverage(method, parameter.total, parameter.magnitude, norm, size, parameter.eps)
+        return replace(coverage, independence=parameter.independence)
 
     def _failures(self, norms: Mapping[str, float]) -> dict[str, GramError]:
         failed = {}
@@ -418,15 +418,15 @@ class Measurement:
             with torch.enable_grad(), eager(self.model), Taps(self.modules, len(part), None) as taps:
                 loss = inputs.scalar(self.loss_fn(self.model, some))
                 taps.without_grad = accumulated
-                found = self._gradients(loss, taps, some)
+                gradients = self._gradients(loss, taps, some)
             calls += taps.calls
-            total = {name: _plus(total.get(name), gradient) for name, gradient in found.items()}
+            total = {name: _plus(total.get(name), gradient) for name, gradient in gradients.items()}
         return total, calls
 
     def _fall_back(
         self,
         failed: Mapping[str, GramError],
-        found: Mapping[str, Tensor | None],
+        gradients: Mapping[str, Tensor | None],
         drew: bool,
         state: PreservedState,
     ) -> None:
@@ -445,7 +445,7 @@ class Measurement:
                 f"gram: parameter {first!r}: {why.removeprefix(PREFIX.format(first))}{reason}; {way}"
             )
         wanted = {name: self.parameters[name].tensor for name in failed}
-        norms = inputs.norms(found)
+        norms = inputs.norms(gradients)
         state.rewind()
         with torch.enable_grad(), eager(self.model):
             for name, piece, method in per_sample(self.model, self.loss_fn, self.batch, wanted):

@@ -73,7 +73,7 @@ class Sets:
 
     def products(self, gradients: Sequence[Gradients], whole: Gradients, name: str) -> Tensor:
         """Return the products of the gradients of a parameter, float64 ``[s, s]``, in the order of pairs."""
-        rows = [_dense(found[name], whole[name]) for found in gradients]
+        rows = [_dense(of_set[name], whole[name]) for of_set in gradients]
         if self.half:
             rows.append(_dense(whole[name], whole[name]) - rows[-1])
         stacked = torch.stack(rows)
@@ -112,7 +112,7 @@ class Deviation:
 
 
 def deviations(
-    expected: Tensor, found: Tensor, sizes: Tensor, members: Sequence[int], allowed: float
+    expected: Tensor, measured: Tensor, sizes: Tensor, members: Sequence[int], allowed: float
 ) -> list[Deviation]:
     """Compare products ``[s, s]`` entry by entry, and return the largest deviation of each pair of sets.
 
@@ -123,11 +123,11 @@ def deviations(
     sizes = torch.maximum(sizes, expected.diagonal().clamp(min=0).sqrt())
     for begin in range(0, len(members), 2):
         part = slice(begin, begin + 2)
-        difference = (expected[part, part] - found[part, part]).abs()
+        difference = (expected[part, part] - measured[part, part]).abs()
         scale = sizes[part, None] * sizes[None, part]
         relative = torch.where(difference > 0, difference / scale.clamp(min=1e-300), 0.0)
         at = int(relative.amax(1).argmax())
-        got, alone = (float(x[begin + at, begin + at].clamp(min=0).sqrt()) for x in (found, expected))
+        got, alone = (float(x[begin + at, begin + at].clamp(min=0).sqrt()) for x in (measured, expected))
         out.append(Deviation(members[begin + at], got, alone, float(relative.max()), allowed))
     return out
 
@@ -142,18 +142,18 @@ def vector_deviations(
 ) -> list[Deviation]:
     """Compare gradients of sets ``[s, *shape]`` with those that were run alone."""
     out = []
-    for found, row, size, count in zip(alone, combined, sizes.tolist(), members, strict=False):
-        vector = _dense(found[name], row)
+    for gradients, row, size, count in zip(alone, combined, sizes.tolist(), members, strict=False):
+        vector = _dense(gradients[name], row)
         away = float((row.flatten() - vector.to(row)).norm())
         norms = float(row.norm()), float(vector.norm())
         out.append(Deviation(count, *norms, away / max(size, *norms) if away > 0 else 0.0, allowed))
     return out
 
 
-def worst(found: Sequence[Deviation]) -> Deviation | None:
+def worst(deviations: Sequence[Deviation]) -> Deviation | None:
     """Return the largest deviation that is not allowed; None if all are."""
-    beyond = [one for one in found if not one.relative <= one.allowed]
-    return max(beyond, key=lambda one: one.relative) if beyond else None
+    beyond = [deviation for deviation in deviations if not deviation.relative <= deviation.allowed]
+    return max(beyond, key=lambda deviation: deviation.relative) if beyond else None
 
 
 def routed(alone: Sequence[Call], count: int, calls: Sequence[Call], samples: int) -> bool:
@@ -166,8 +166,8 @@ def routed(alone: Sequence[Call], count: int, calls: Sequence[Call], samples: in
     )
 
 
-def _scaled(one: Call, of: Call, count: int, samples: int) -> bool:
-    (module, shape), (other, whole) = one, of
+def _scaled(call: Call, of: Call, count: int, samples: int) -> bool:
+    (module, shape), (other, whole) = call, of
     if module != other or len(shape) != len(whole):
         return False
     changed = [(a, b) for a, b in zip(shape, whole, strict=True) if a != b]
@@ -183,8 +183,8 @@ class Independence:
         self._of, self._state, self._drew, self._accumulated = measurement, state, drew, accumulated
         self._parameters = measurement.parameters
 
-    def failures(self, whole: Gradients, known: set[str]) -> dict[str, GramError]:
-        """Return the errors of parameters whose Gram does not fit; those of ``known`` are not compared.
+    def failures(self, whole: Gradients, skipped: set[str]) -> dict[str, GramError]:
+        """Return the errors of parameters whose Gram does not fit; those of ``skipped`` are not compared.
 
         ``whole`` are the gradients of all samples. What could not be checked is left in the history.
         """
@@ -192,15 +192,15 @@ class Independence:
         names = [
             name
             for name, p in self._parameters.items()
-            if p.method and p.method not in ALONE and name not in known and not p.uncaptured
+            if p.method and p.method not in ALONE and name not in skipped and not p.uncaptured
         ]
         if of.sets is None or not names:
             history.unchecked = ""
             return {}
         if not self._drew:
-            found = self._compared(of.sets, whole, names)
+            deviations = self._compared(of.sets, whole, names)
             coarse = max(self._parameters[name].eps for name in names) > 1e-4
-            names = [name for name, one in found.items() if coarse or worst(one)]
+            names = [name for name, of_name in deviations.items() if coarse or worst(of_name)]
             if not names:
                 history.unchecked = ""
                 return {}
@@ -210,7 +210,7 @@ class Independence:
             if self._drew:
                 return {}
             precise = {
-                name: [replace(one, allowed=_allowed(self._parameters[name].eps)) for one in found[name]]
+                name: [replace(d, allowed=_allowed(self._parameters[name].eps)) for d in deviations[name]]
                 for name in names
             }
             history.unchecked = ""
@@ -231,7 +231,7 @@ class Independence:
             size = (pairs @ parameter.sizes.square()).sqrt()
             entries = parameter.entries[-len(pairs) :, -len(pairs) :]
             out[name] = deviations(expected, entries, size, members, ROUNDINGS * parameter.eps)
-            parameter.independence = max(one.relative for one in out[name])
+            parameter.independence = max(deviation.relative for deviation in out[name])
         return out
 
     def _run(self, sets: Sets) -> tuple[Sets, list[Gradients], list[list[Call]]]:
@@ -240,7 +240,7 @@ class Independence:
         calls: list[list[Call]] = []
         for index in sets.indices():
             try:
-                found, made = self._of.alone(index, self._accumulated)
+                of_set, made = self._of.alone(index, self._accumulated)
             except GramError:
                 raise
             except Exception as error:
@@ -254,7 +254,7 @@ class Independence:
                     "dimension"
                 ) from error
             self._state.rewind()
-            gradients.append(found)
+            gradients.append(of_set)
             calls.append(made)
         return sets, gradients, calls
 
@@ -290,7 +290,7 @@ class Independence:
             size = (sets.weights @ parameter.sizes.square()).sqrt()
             allowed = IN_FLOAT64 if precise else _allowed(parameter.eps)
             out[name] = vector_deviations(alone, combined[name], name, size, members, allowed)
-            parameter.independence = max(one.relative for one in out[name])
+            parameter.independence = max(deviation.relative for deviation in out[name])
         return out
 
     @contextlib.contextmanager
@@ -309,11 +309,11 @@ class Independence:
             if self._state.drew and self._drew:
                 raise _NotPossible("the forward pass draws random numbers in evaluation mode as well")
 
-    def _errors(self, found: Mapping[str, Sequence[Deviation]]) -> dict[str, GramError]:
-        beyond = {name: one for name, of in found.items() if (one := worst(of)) is not None}
+    def _errors(self, deviations: Mapping[str, Sequence[Deviation]]) -> dict[str, GramError]:
+        beyond = {name: largest for name, of in deviations.items() if (largest := worst(of)) is not None}
         return {
-            name: one.error(name, self._parameters[name].method, self._of.at_once)
-            for name, one in beyond.items()
+            name: largest.error(name, self._parameters[name].method, self._of.at_once)
+            for name, largest in beyond.items()
         }
 
 

@@ -50,15 +50,15 @@ class Measured:
 
 def trainable(model: nn.Module) -> dict[str, Measured]:
     """Return the trainable parameters in model order, tied ones once under their first name."""
-    found: dict[int, Measured] = {}
+    measured: dict[int, Measured] = {}
     # What the modules hold now: in a gathered model, the parameters of the forward pass.
-    held = (
+    tensors_of = (
         (f"{module_name}.{key}" if module_name else key, module_name, tensor)
         for module_name, module in walk(model)
         for key, tensor in (vars(module).get("_parameters") or {}).items()
     )
-    for name, module_name, tensor in held:
-        if tensor is None or not tensor.requires_grad or id(tensor) in found:
+    for name, module_name, tensor in tensors_of:
+        if tensor is None or not tensor.requires_grad or id(tensor) in measured:
             continue
         if isinstance(tensor, nn.parameter.UninitializedParameter):
             raise GramError(f"gram: parameter {name!r} has no shape yet; run the model once before")
@@ -71,10 +71,10 @@ def trainable(model: nn.Module) -> dict[str, Measured]:
         if not tensor.is_floating_point():
             raise GramError(f"gram: parameter {name!r} is {tensor.dtype}; only real parameters are supported")
         location = Location(name, module_name or "(root)", block_of(name))
-        found[id(tensor)] = Measured(location, tensor, eps=torch.finfo(tensor.dtype).eps)
-    if not found:
+        measured[id(tensor)] = Measured(location, tensor, eps=torch.finfo(tensor.dtype).eps)
+    if not measured:
         raise GramError("gram: the model has no parameter that requires a gradient")
-    return {parameter.location.name: parameter for parameter in found.values()}
+    return {parameter.location.name: parameter for parameter in measured.values()}
 
 
 def refuse_mixing(model: nn.Module) -> None:
@@ -147,13 +147,13 @@ def joined(batch: Any, against: Any) -> tuple[Any, int]:
     count(batch)
     others = count(against)
     first, second = list(tensors(batch)), list(tensors(against))
-    shapes = [[(path, x.shape[1:], x.dtype) for path, x in found] for found in (first, second)]
+    shapes = [[(path, x.shape[1:], x.dtype) for path, x in entries] for entries in (first, second)]
     if shapes[0] != shapes[1]:
         differing = next((pair for pair in zip(*shapes, strict=False) if pair[0] != pair[1]), None)
         what = f"{len(first)} and {len(second)} tensors"
         if differing is not None:
-            (path, one, kind), (other_path, other, other_kind) = differing
-            what = f"batch{path} {list(one)} {kind} and against{other_path} {list(other)} {other_kind}"
+            (path, shape, kind), (other_path, other, other_kind) = differing
+            what = f"batch{path} {list(shape)} {kind} and against{other_path} {list(other)} {other_kind}"
         raise GramError(
             "gram: `against` must hold the same tensors as the batch, but for their first dimension, got "
             f"{what}"
@@ -187,14 +187,14 @@ def scalar(loss: Any) -> Tensor:
     return loss.reshape(())
 
 
-def norms(found: Mapping[str, Tensor | None]) -> dict[str, float]:
+def norms(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Return the norm of each gradient, 0 where there is none, waiting for the device once."""
     dense = {
         name: gradient.coalesce().values() if gradient.is_sparse else gradient
-        for name, gradient in found.items()
+        for name, gradient in gradients.items()
         if gradient is not None
     }
-    sizes = dict.fromkeys(found, 0.0)
+    sizes = dict.fromkeys(gradients, 0.0)
     if dense:
         measured = torch._foreach_norm(
             list(dense.values()), 2, dtype=torch.float64

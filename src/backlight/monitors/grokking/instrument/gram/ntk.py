@@ -60,21 +60,21 @@ def input_agop(model: nn.Module, inputs: Tensor) -> Tensor:
         parameters = [p for p in model.parameters() if p.requires_grad]
         reentrant = False
         for c in range(outputs.shape[1]):
-            found = None
+            gradient = None
             if not reentrant:
                 retain = c + 1 < outputs.shape[1]
                 try:
-                    (found,) = torch.autograd.grad(
+                    (gradient,) = torch.autograd.grad(
                         outputs[:, c].sum(), x, retain_graph=retain, allow_unused=True
                     )
                 except RuntimeError:
                     reentrant = True  # or something else, which then fails again
             if reentrant:
                 # Re-entrant checkpointing knows only backward, and each backward uses its graph up.
-                (found,) = accumulated(_outputs(model, x)[:, c].sum(), [x], others=parameters)
-            if found is None:
+                (gradient,) = accumulated(_outputs(model, x)[:, c].sum(), [x], others=parameters)
+            if gradient is None:
                 raise GramError("agop: the outputs do not depend on the inputs")
-            rows = found.reshape(n, -1).double()
+            rows = gradient.reshape(n, -1).double()
             total.addmm_(rows.T, rows)
     return total / n
 
@@ -190,10 +190,10 @@ def ntk(
     chosen = torch.eye(c, dtype=shown.dtype, device=shown.device).repeat(n, 1)
     every = map_tensors(batch, lambda x: x.repeat_interleave(c, 0))
 
-    def summed(model: nn.Module, given: Any) -> Tensor:
-        inner, which = given
+    def summed(model: nn.Module, inputs: Any) -> Tensor:
+        inner, which = inputs
         total: Tensor = (outputs(model, inner).flatten(1) * which).sum()
         return total
 
-    found = gram(model, summed, (every, chosen), detail="model", **settings)
-    return TangentKernel(found.matrix.reshape(n, c, n, c))
+    kernel = gram(model, summed, (every, chosen), detail="model", **settings)
+    return TangentKernel(kernel.matrix.reshape(n, c, n, c))

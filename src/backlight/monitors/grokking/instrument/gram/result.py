@@ -93,8 +93,8 @@ class Gram:
         """
         if not self.against:
             raise GramError("gram: there is no second batch; measure with gram(..., against=batch)")
-        own = self.samples - self.against
-        return self.scope(scope)[:own, own:]
+        size = self.samples - self.against
+        return self.scope(scope)[:size, size:]
 
     def influence(self, scope: str = "model") -> Tensor:
         """Return how much of a drop of the second batch's summed loss each sample carries, float64 ``[N]``.
@@ -117,8 +117,8 @@ class Gram:
         """
         if not self._means:
             weights = self.matrix.new_full((1, self.samples), 1 / self.samples)
-            found = self._combine(dict.fromkeys(self.locations, weights))
-            square = sum(float(mean.square().sum()) for mean in found.values())
+            means = self._combine(dict.fromkeys(self.locations, weights))
+            square = sum(float(mean.square().sum()) for mean in means.values())
             expected = float(self.matrix.sum()) / self.samples**2
             rounding = 64 * self.eps * float(self.matrix.abs().sum()) / self.samples**2
             if not abs(square - expected) <= rounding:
@@ -128,7 +128,7 @@ class Gram:
                     "before they change"
                 )
             unused = {name for name, check in self.coverage.items() if check.method == "unused"}
-            self._means.update({name: None if name in unused else g[0] for name, g in found.items()})
+            self._means.update({name: None if name in unused else g[0] for name, g in means.items()})
         return self._means
 
     def noise_scales(self) -> dict[str, NoiseScale]:
@@ -186,10 +186,10 @@ class Gram:
         grouped = self._grouped(detail) if detail in DETAILS[:3] else {}
         if key not in grouped:
             locations = self.locations.values() if detail in DETAILS else []
-            known = ", ".join(dict.fromkeys(location.key(detail) for location in locations))
+            names = ", ".join(dict.fromkeys(location.key(detail) for location in locations))
             raise GramError(
                 f"gram: there is no scope {name!r}; there are: "
-                f"{known or 'model, block/…, layer/…, parameter/…'}"
+                f"{names or 'model, block/…, layer/…, parameter/…'}"
             )
         return grouped[key]
 
@@ -234,9 +234,9 @@ class Gram:
         values, weights = eigenpairs(self.scope(scope), k, centred=centred)
         detail, _, key = scope.partition("/")
         members = [p.name for p in self.locations.values() if p.key(detail) == (key or "model")]
-        found = self._combine(dict.fromkeys(members, weights))
+        directions = self._combine(dict.fromkeys(members, weights))
         product = torch.zeros(len(values), len(values), dtype=values.dtype, device=values.device)
-        for vectors in found.values():
+        for vectors in directions.values():
             product += vectors.flatten(1) @ vectors.flatten(1).T
         product.diagonal().sub_(1)
         # An eigenvector to an eigenvalue near the rounding of gradients is as uncertain as that one.
@@ -246,7 +246,7 @@ class Gram:
                 "gram: the eigenvectors are not orthonormal, so the model is not what it was when the Gram "
                 "was measured; take them before the parameters or the batch change"
             )
-        return values, found
+        return values, directions
 
 
 def _sum(matrices: Mapping[str, Tensor]) -> Tensor:
