@@ -185,7 +185,7 @@ class AlarmMonitor(Monitor):
             if not step.scalars.get("scaler/skipped"):
                 self._alarm(step.step, "non_finite")
             return
-        if self._leaps_of(step.scalars).found(total, step.scalars.get("loss"), step.scalars):
+        if self._leaps_of(step.scalars).add(total, step.scalars.get("loss"), step.scalars):
             self._alarm(step.step, "spike")
 
     def on_step_scalars(self, step: int, values: Mapping[str, float]) -> None:

@@ -78,7 +78,7 @@ class SpikeSamplesMonitor(Monitor):
         self._leaps: defaultdict[tuple[int, int], LiveLeaps] = defaultdict(lambda: LiveLeaps(self._limits))
         self._child: tuple[int, dict[str, Any], ForkedChild] | None = None
         self._receiving = threading.Lock()
-        self._known: dict[int, dict[str, Any]] = {}
+        self._answers: dict[int, dict[str, Any]] = {}
         offset = run.writer.step_offset
         self._requested = sorted(
             {step - offset for step in HealthSettings.of(run.settings).decompose if step >= offset}
@@ -99,7 +99,7 @@ class SpikeSamplesMonitor(Monitor):
 
     def next_step(self, step: int) -> int:
         """Return the next step that was requested."""
-        return next((one for one in self._requested if one > step), NEVER)
+        return next((step_wanted for step_wanted in self._requested if step_wanted > step), NEVER)
 
     def on_step_start(self, step: int) -> None:
         """Drop what is held of the step before."""
@@ -109,20 +109,20 @@ class SpikeSamplesMonitor(Monitor):
 
     def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
         """Decompose the step if its gradients or its loss leap."""
-        found = next((p for p in record.parts if p.rows is gradients.rows and p.series == "gradient"), None)
-        if found is None or not gradients.rows:
+        part = next((p for p in record.parts if p.rows is gradients.rows and p.series == "gradient"), None)
+        if part is None or not gradients.rows:
             return
         if any(map(is_accelerator, {p.device.type for p in gradients.parameters})):
             self._on_accelerator = True
             self._know(
                 record.step, self._here(gradients) if self.wants_step(record.step) else self._indices()
             )
-        elif found.pending.ready() and (self._inputs.calls or self.wants_step(record.step)):
+        elif part.pending.ready() and (self._inputs.calls or self.wants_step(record.step)):
             loss = self._inputs.loss
             # On the host: numpy reads it where it lies.
             value = loss.detach().double().numpy().item() if _is_plain(loss) else None
             number = None if value is None else value / self._inputs.scale()
-            floats, integers = found.pending.arrays()
+            floats, integers = part.pending.arrays()
             cause = self._cause(_key(gradients.rows), floats, integers, number, record.scalars)
             if cause or self.wants_step(record.step):
                 self._decompose(cause, gradients, record.step)
@@ -144,7 +144,7 @@ class SpikeSamplesMonitor(Monitor):
             return {"cause": "non_finite"} if first else {}
         norm = math.sqrt(float((floats[measured, _NORM] ** 2).sum()))
         cause: dict[str, Any] = {}
-        for name, usual in self._leaps[key].found(norm, loss, scalars).items():
+        for name, usual in self._leaps[key].add(norm, loss, scalars).items():
             cause |= {"cause": name, name: norm if name == "norm" else loss, f"usual_{name}": usual}
         return cause
 
@@ -203,15 +203,15 @@ class SpikeSamplesMonitor(Monitor):
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(kept_random())
-                held = [module for call in self._inputs.calls if (module := call.module) is not None]
-                for module in {id(one): one for one in held}.values():
+                modules = [module for call in self._inputs.calls if (module := call.module) is not None]
+                for module in {id(module_of): module_of for module_of in modules}.values():
                     stack.enter_context(preserve_state(module))
-                found = self._computation(gradients)()
+                answer = self._computation(gradients)()
         except Exception as error:
             if is_interrupt(error):
                 raise
-            found = {"calls": [], "reason": f"{type(error).__name__}: {error}".split("\n")[0]}
-        return found if found["calls"] else {**found, **self._indices()}
+            answer = {"calls": [], "reason": f"{type(error).__name__}: {error}".split("\n")[0]}
+        return answer if answer["calls"] else {**answer, **self._indices()}
 
     def _indices(self) -> dict[str, Any]:
         return {
@@ -221,33 +221,33 @@ class SpikeSamplesMonitor(Monitor):
             ]
         }
 
-    def _not_here(self, step: int, known: Mapping[str, Any]) -> dict[str, Any]:
+    def _not_here(self, step: int, answer: Mapping[str, Any]) -> dict[str, Any]:
         number = step + self._run.writer.step_offset
         reason = (
             "in a process with an accelerator no forked child can compute it; in a run with "
             f"--decompose {number} the training process does"
         )
-        return {**known, "reason": reason}
+        return {**answer, "reason": reason}
 
     def _know(self, step: int, answer: dict[str, Any]) -> None:
-        if len(self._known) >= KNOWN_STEPS:
-            del self._known[next(iter(self._known))]
-        self._known[step] = answer
+        if len(self._answers) >= KNOWN_STEPS:
+            del self._answers[next(iter(self._answers))]
+        self._answers[step] = answer
 
     # On the writer thread
 
     def on_step_stored(self, step: StoredStep) -> None:
         """Look for leaps that are known only now, and for the answer of a child."""
         self._receive(wait=False)
-        known = self._known.pop(step.step, None)
-        if known is None or ("gradient", 0) not in step.blobs:
+        answer = self._answers.pop(step.step, None)
+        if answer is None or ("gradient", 0) not in step.blobs:
             return
         floats, integers = step.blobs["gradient", 0]
         cause = self._cause((len(floats), 0), floats, integers, step.scalars.get("loss"), step.scalars)
         if self.wants_step(step.step):
-            self._record(step.step, _facts(cause), known)
+            self._record(step.step, _facts(cause), answer)
         elif cause and self._may_decompose(step.step):
-            self._record(step.step, _facts(cause), self._not_here(step.step, known))
+            self._record(step.step, _facts(cause), self._not_here(step.step, answer))
 
     def on_flush(self) -> None:
         """Look for the answer of a child."""
@@ -276,7 +276,7 @@ class SpikeSamplesMonitor(Monitor):
             self._receiving.release()
 
     def _record(self, step: int, facts: Mapping[str, Any], answer: Mapping[str, Any]) -> None:
-        calls = [{**one, "indices": list(one.get("indices") or ()) or None} for one in answer["calls"]]
+        calls = [{**call, "indices": list(call.get("indices") or ()) or None} for call in answer["calls"]]
         self._run.recorder.event(step, SAMPLES, {**facts, **answer, "calls": calls})
 
 

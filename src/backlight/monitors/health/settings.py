@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar
 from backlight.settings import MonitorSettings, Option, SettingError
 
 
-def _steps(given: int | Iterable[int]) -> tuple[int, ...]:
-    return (given,) if isinstance(given, int) else tuple(given)
+def _steps(steps: int | Iterable[int]) -> tuple[int, ...]:
+    return (steps,) if isinstance(steps, int) else tuple(steps)
 
 
 @dataclass(frozen=True)

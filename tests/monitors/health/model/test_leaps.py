@@ -31,7 +31,7 @@ def test_live_leaps_are_those_of_the_rule(seed: int, changes: dict[str, float]) 
     norm, loss, addends = series(seed)
     live = LiveLeaps(live_limits({"health": changes}))
     found = [
-        live.found(*values, {"addends": count, "forwards": 1.0})
+        live.add(*values, {"addends": count, "forwards": 1.0})
         for *values, count in zip(norm, loss, addends, strict=True)
     ]
     steps = np.arange(STEPS)
@@ -51,5 +51,5 @@ def test_live_leaps_are_those_of_the_rule(seed: int, changes: dict[str, float]) 
 def test_history_below_zero_has_no_size_to_leap_from() -> None:
     live = LiveLeaps(LeapLimits())
     for step in range(60):
-        assert not live.found(1.0, (-1.0) ** step, {})
-    assert live.found(100.0, 100.0, {}) == {"norm": 1.0}
+        assert not live.add(1.0, (-1.0) ** step, {})
+    assert live.add(100.0, 100.0, {}) == {"norm": 1.0}

@@ -243,11 +243,11 @@ def collect_groups(
     named: dict[int, tuple[str, torch.Tensor]] = {}
     position: dict[int, int] = {}
     rows: dict[str, list[int]] = {}
-    for group, given in groups.items():
-        found = _matching(group, given, model) if isinstance(given, str) else _named(given)
-        if not found:
+    for group, members in groups.items():
+        parameters = _matching(group, members, model) if isinstance(members, str) else _named(members)
+        if not parameters:
             raise ValueError(f"collect_groups: the group {group!r} is empty; expected at least one parameter")
-        for name, tensor in found:
+        for name, tensor in parameters:
             named.setdefault(id(tensor), (name, tensor))
             rows.setdefault(group, []).append(position.setdefault(id(tensor), len(position)))
     return _start(list(named.values()), {g: tuple(r) for g, r in rows.items()}, clip_norm, thresholds)

@@ -100,27 +100,27 @@ class Replay:
         if not inputs:
             raise ReplayError("its inputs hold no tensor with samples")
         shape = inputs[0].shape
-        known = None if call.indices is None else len(call.indices)
+        indices = None if call.indices is None else len(call.indices)
         self.samples = (
-            shape[1] if known is not None and known != shape[0] and known in shape[1:2] else shape[0]
+            shape[1] if indices is not None and indices != shape[0] and indices in shape[1:2] else shape[0]
         )
         if self.samples > MAX_SAMPLES:
             raise ReplayError(f"it has {self.samples} samples, more than {MAX_SAMPLES}")
         is_sequence = inputs[0].dim() == 2 and not inputs[0].is_floating_point()
         self._positions = shape[1] if is_sequence and self.samples == shape[0] else 0
         self._parameters: dict[int, _Parameter] = {}
-        held = (p for _, module in walk(call.module) for p in module._parameters.values())
-        for p in held:
+        parameters = (p for _, module in walk(call.module) for p in module._parameters.values())
+        for p in parameters:
             if p is not None and p.requires_grad and id(p) in gradients:
-                found = gradients[id(p)]
-                self._parameters[id(p)] = _Parameter(names.get(id(p), ""), p, found)
+                gradient = gradients[id(p)]
+                self._parameters[id(p)] = _Parameter(names.get(id(p), ""), p, gradient)
 
     # Called by the capture (``Taps``).
 
     def _owned(self, module: nn.Module) -> list[tuple[str, _Parameter]]:
-        own = module._parameters.items()
+        params = module._parameters.items()
         return [
-            (key, self._parameters[id(p)]) for key, p in own if p is not None and id(p) in self._parameters
+            (key, self._parameters[id(p)]) for key, p in params if p is not None and id(p) in self._parameters
         ]
 
     def expect(self, module: nn.Module) -> None:
@@ -175,8 +175,8 @@ class Replay:
     def _calls_of_one(self, modules: Sequence[nn.Module]) -> list[Call]:
         """Return the calls of modules in a forward pass of one sample; none where that fails."""
         args, kwargs = (
-            map_tensors(given, lambda x: x[:1] if len(x) == self.samples else x)
-            for given in self._arguments()
+            map_tensors(argument, lambda x: x[:1] if len(x) == self.samples else x)
+            for argument in self._arguments()
         )
         modes = [(module, module.training) for module in self._call.module.modules()]
         try:
@@ -202,42 +202,42 @@ class Replay:
         """Compute the pass again and return what each sample contributed."""
         every = {id(module): module for _, module in walk(self._call.module)}.values()
         modules = [m for m in every if kernel_of(m) is not None and self._owned(m)]
-        one = self._calls_of_one(modules)
+        sample_calls = self._calls_of_one(modules)
         try:
-            outputs, found = self._swept(modules, one, broadcast=True)
+            outputs, by_key = self._swept(modules, sample_calls, broadcast=True)
         except Exception as error:
             if is_interrupt(error):
                 raise
             for p in self._parameters.values():
                 p.expected, p.pieces, p.gram, p.products, p.skipped = 0, [], None, [], False
-            outputs, found = self._swept(modules, one, broadcast=False)
-        replayed = {key: g * self._scale for key, g in found.items()}
+            outputs, by_key = self._swept(modules, sample_calls, broadcast=False)
+        replayed = {key: g * self._scale for key, g in by_key.items()}
         for p in self._parameters.values():
-            if p.gram is not None and not _covers(p.gram, found.get(id(p.tensor))):
+            if p.gram is not None and not _covers(p.gram, by_key.get(id(p.tensor))):
                 p.gram = None
-        self._one_by_one([p for p in self._parameters.values() if p.gram is None and id(p.tensor) in found])
+        self._one_by_one([p for p in self._parameters.values() if p.gram is None and id(p.tensor) in by_key])
         return self._joined(outputs, replayed)
 
     def _swept(
-        self, modules: Sequence[nn.Module], one: Sequence[Call], *, broadcast: bool
+        self, modules: Sequence[nn.Module], sample_calls: Sequence[Call], *, broadcast: bool
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
         leaves = [p.tensor for p in self._parameters.values()]
-        taps = Taps(modules, self.samples, self, one=one, broadcast=broadcast)
+        taps = Taps(modules, self.samples, self, one=sample_calls, broadcast=broadcast)
         with taps, torch.enable_grad():  # gradients are collected where clipping has switched them off
             args, kwargs = self._arguments()
             outputs = self._forward(self._call, args, kwargs)
             self._losses = self._own_losses(outputs)
-            found = gradients(self._surrogate(outputs), leaves, taps)
+            leaf_grads = gradients(self._surrogate(outputs), leaves, taps)
         for parameter in self._parameters.values():
             self._measure(parameter)
-        kept = zip(leaves, found, strict=True)
+        kept = zip(leaves, leaf_grads, strict=True)
         return outputs, {id(p): (g.to_dense() if g.is_sparse else g) for p, g in kept if g is not None}
 
     def _own_losses(self, outputs: Sequence[Tensor]) -> Tensor | None:
         """Return the losses of samples of a model that returns its loss, else those of the step."""
         for i in self._call.deltas:
-            if outputs[i].numel() == 1 and (found := single_losses(outputs[i].grad_fn)) is not None:
-                return found
+            if outputs[i].numel() == 1 and (losses := single_losses(outputs[i].grad_fn)) is not None:
+                return losses
         return self._call.losses
 
     def _one_by_one(self, left: Sequence[_Parameter]) -> None:
@@ -253,12 +253,12 @@ class Replay:
         for i in range(n):
             if time.monotonic() - begin > ONE_BY_ONE_S:
                 return
-            given = {key: _only(d, i, n) for key, d in deltas.items()}
-            found = torch.autograd.grad(
-                [outputs[key] for key in given], leaves, list(given.values()),
+            outputs_of = {key: _only(d, i, n) for key, d in deltas.items()}
+            grads = torch.autograd.grad(
+                [outputs[key] for key in outputs_of], leaves, list(outputs_of.values()),
                 retain_graph=True, allow_unused=True,
             )  # fmt: skip
-            for row, g in zip(rows, found, strict=True):
+            for row, g in zip(rows, grads, strict=True):
                 if g is not None:
                     row[i] = g.flatten()
         for p, row in zip(left, rows, strict=True):
@@ -377,13 +377,13 @@ def samples_of_step(
         if g is not None
     }
     named = {id(p): name for p, name in zip(parameters, names, strict=True)}
-    found: list[tuple[int, ForwardCall, Decomposed]] = []
+    decomposed: list[tuple[int, ForwardCall, Decomposed]] = []
     reasons: list[str] = []
     for number, call in enumerate(calls):
         try:
             with _alone_of(world_size):
                 replay = Replay(call, kept, named, 1 / (loss_scale * world_size))
-                found.append((number, call, replay.run()))
+                decomposed.append((number, call, replay.run()))
         except ReplayError as error:
             reasons.append(str(error))
         except Exception as error:
@@ -396,17 +396,17 @@ def samples_of_step(
         "calls": [],
         "reason": "; ".join(dict.fromkeys(reasons)),
     }
-    if not found:
+    if not decomposed:
         out["reason"] = out["reason"] or "no forward pass of the step was observed"
         return out
-    uncovered = {name for _, _, one in found for name in one.uncovered}
+    uncovered = {name for _, _, replay in decomposed for name in replay.uncovered}
     wanted = {key for key in kept if named[key] not in uncovered}
     covered = sum(float(kept[key].double().square().sum()) for key in wanted)
     is_finite = math.isfinite(total)
     out |= {
         "covered": covered / total if is_finite and total else None,
         "uncovered": sorted(uncovered)[:LISTED],
-        "difference": _difference(found, kept, total) if world_size == 1 and is_finite else None,
+        "difference": _difference(decomposed, kept, total) if world_size == 1 and is_finite else None,
     }
     if (out["difference"] or 0.0) > REPLAYED:
         out["reason"] = (
@@ -414,7 +414,7 @@ def samples_of_step(
             f"(relative difference {out['difference']:.2g})"
         )
         return out
-    out["calls"] = [_described(number, call, one, covered) for number, call, one in found]
+    out["calls"] = [_described(number, call, replay, covered) for number, call, replay in decomposed]
     return out
 
 
@@ -423,44 +423,44 @@ def _alone_of(world_size: int) -> contextlib.AbstractContextManager[Any]:
 
 
 def _difference(
-    found: Sequence[tuple[int, ForwardCall, Decomposed]], kept: Mapping[int, Tensor], total: float
+    replays: Sequence[tuple[int, ForwardCall, Decomposed]], kept: Mapping[int, Tensor], total: float
 ) -> float:
     """Return the norm of what the replayed gradients lack, relative to that of the step."""
     away = 0.0
     for key, gradient in kept.items():
-        replayed = sum(one.replayed[key].double() for _, _, one in found if key in one.replayed)
+        replayed = sum(replay.replayed[key].double() for _, _, replay in replays if key in replay.replayed)
         away += float((gradient.double() - replayed).square().sum())
     return math.sqrt(away / total) if total else 0.0
 
 
-def _described(number: int, call: ForwardCall, one: Decomposed, covered: float) -> dict[str, Any]:
-    norms = one.gram.diagonal().clamp(min=0).sqrt().numpy()
-    indices = call.indices if call.indices is not None and len(call.indices) == one.samples else None
+def _described(number: int, call: ForwardCall, decomposed: Decomposed, covered: float) -> dict[str, Any]:
+    norms = decomposed.gram.diagonal().clamp(min=0).sqrt().numpy()
+    indices = call.indices if call.indices is not None and len(call.indices) == decomposed.samples else None
     bad = np.flatnonzero(~np.isfinite(norms)).tolist()
     out: dict[str, Any] = {
         "number": number,
         "module": type(call.module).__name__,
-        "samples": one.samples,
+        "samples": decomposed.samples,
         "batch": call.batch,
         "indices": None if indices is None else list(indices),
         "is_row": call.indices is not None and indices is None,
-        "distinct": len(set(one.copies)),
+        "distinct": len(set(decomposed.copies)),
         "non_finite": bad[:LISTED],
         "non_finite_count": len(bad),
-        "bad_inputs": one.bad_inputs[:LISTED],
+        "bad_inputs": decomposed.bad_inputs[:LISTED],
         "median_norm": _plain(float(np.median(norms))),
-        "median_loss": None if one.losses is None else _plain(float(one.losses.median())),
+        "median_loss": None if decomposed.losses is None else _plain(float(decomposed.losses.median())),
         "top": [],
-        "highest": _highest(one.losses, indices),
+        "highest": _highest(decomposed.losses, indices),
         "share": None,
     }
     if bad or not (covered > 0 and math.isfinite(covered)):
         return out
-    shares = (one.products / covered).numpy()
-    firsts = np.array(one.copies)
-    units = sorted(dict.fromkeys(one.copies), key=lambda f: -shares[firsts == f].sum())[:LISTED]
-    chosen = np.zeros(one.samples, dtype=bool)
-    K = one.gram.numpy()
+    shares = (decomposed.products / covered).numpy()
+    firsts = np.array(decomposed.copies)
+    units = sorted(dict.fromkeys(decomposed.copies), key=lambda f: -shares[firsts == f].sum())[:LISTED]
+    chosen = np.zeros(decomposed.samples, dtype=bool)
+    K = decomposed.gram.numpy()
     for first in units:
         members = firsts == first
         chosen |= members
@@ -472,9 +472,9 @@ def _described(number: int, call: ForwardCall, one: Decomposed, covered: float) 
                 "copies": int(members.sum()),
                 "norm": _plain(float(norms[first])),
                 "share": float(shares[members].sum()),
-                "loss": None if one.losses is None else _plain(float(one.losses[first])),
+                "loss": None if decomposed.losses is None else _plain(float(decomposed.losses[first])),
                 "without": math.sqrt(max(0.0, left)),  # the norm without it and those before it
-                **_window(one.positions, int(first)),
+                **_window(decomposed.positions, int(first)),
             }
         )
     out["share"] = float(shares.sum())
@@ -503,14 +503,14 @@ def _window(positions: Tensor | None, sample: int) -> dict[str, int | float]:
         return {}
     length = len(sums) - 1
     for size in range(1, length + 1):
-        held = sums[size:] - sums[:-size]
-        if held.max() >= WINDOW_SHARE * total:
-            first = int(held.argmax())
+        window_sums = sums[size:] - sums[:-size]
+        if window_sums.max() >= WINDOW_SHARE * total:
+            first = int(window_sums.argmax())
             return {
                 "first": first,
                 "last": first + size - 1,
                 "positions": length,
-                "held": float(held.max() / total),
+                "held": float(window_sums.max() / total),
             }
     return {}
 

@@ -20,5 +20,5 @@ def clip_factors(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         rows = np.maximum(np.searchsorted(limit.steps, norm.steps, "right") - 1, 0)
         with np.errstate(divide="ignore", invalid="ignore"):
             steps, values = norm.steps, np.minimum(limit.values[rows] / norm.values, 1.0)
-    known = np.isfinite(values)
-    return steps[known], values[known]
+    is_finite = np.isfinite(values)
+    return steps[is_finite], values[is_finite]

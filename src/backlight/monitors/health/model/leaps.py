@@ -59,7 +59,7 @@ class LiveLeaps:
             deque[float](maxlen=self.limits.spike_window) for _ in range(3)
         )
 
-    def found(self, norm: float | None, loss: float | None, counts: Mapping[str, float]) -> dict[str, float]:
+    def add(self, norm: float | None, loss: float | None, counts: Mapping[str, float]) -> dict[str, float]:
         """Add a step, and return the median before it of each of ``norm`` and ``loss`` that leaps.
 
         As in the rule: above the median by a factor, and by robust standard deviations of the logarithms,
@@ -79,15 +79,15 @@ class LiveLeaps:
         self._works.append(work)
         more = work / usual_work if work > usual_work else 1.0
         leaping = {}
-        for name, value, known, ratio in (
+        for name, value, past, ratio in (
             ("norm", norm, self._norms, self.limits.spike_norm_ratio),
             ("loss", loss, self._losses, self.limits.spike_loss_ratio),
         ):
-            usual = None if value is None else self._usual_of_leap(known, value / more, ratio)
+            usual = None if value is None else self._usual_of_leap(past, value / more, ratio)
             if usual is not None:
                 leaping[name] = usual
             if value is not None:
-                known.append(value)
+                past.append(value)
         return leaping
 
     def leaps(self, loss: float) -> bool:
@@ -102,21 +102,21 @@ class LiveLeaps:
         self._losses.append(loss)
         return usual is not None
 
-    def _usual_of_leap(self, known: deque[float], value: float, ratio: float) -> float | None:
-        sizes = sorted([one for one in known if -math.inf < one < math.inf])
+    def _usual_of_leap(self, past: deque[float], value: float, ratio: float) -> float | None:
+        sizes = sorted([size for size in past if -math.inf < size < math.inf])
         count = len(sizes)
         if not count or sizes[0] < 0:
             return None
         if sizes[0] == 0:
-            sizes = [one for one in sizes if one > 0]
+            sizes = [size for size in sizes if size > 0]
             count = len(sizes)
         # Most values end here, without a logarithm: the median of these is no lower.
         if count < self.limits.spike_minimum or not ratio * sizes[(count - 1) // 2] < value:
             return None
-        logs = [math.log(one) for one in sizes]
+        logs = [math.log(size) for size in sizes]
         middle = statistics.median(logs)
         usual = math.exp(middle)
         if not ratio * usual < value < math.inf:  # NaN included
             return None
-        deviation = MAD_TO_DEVIATION * statistics.median(abs(one - middle) for one in logs)
+        deviation = MAD_TO_DEVIATION * statistics.median(abs(log - middle) for log in logs)
         return usual if math.log(value) - middle > self.limits.spike_deviations * deviation else None

@@ -37,11 +37,11 @@ def members(names: Sequence[str], pattern: str) -> tuple[str, ...]:
         If nothing matches, with the nearest name of a parameter or module.
     """
     wanted = [part.strip() for part in pattern.split(",") if part.strip()]
-    found = tuple(name for name in names if any(_means(part, name) for part in wanted))
-    if found:
-        return found
-    known = sorted({place for name in names for place in _places(name)})
-    hint = did_you_mean(wanted[0].strip("*.") if wanted else "", known)
+    matches = tuple(name for name in names if any(_means(part, name) for part in wanted))
+    if matches:
+        return matches
+    places = sorted({place for name in names for place in _places(name)})
+    hint = did_you_mean(wanted[0].strip("*.") if wanted else "", places)
     raise GroupError(f"the group pattern {pattern!r} matches none of {len(names)} parameters{hint}")
 
 
@@ -126,8 +126,8 @@ def untrained_parameters(run: Run) -> tuple[str, ...]:
 
     Empty before ``no_gradient_steps`` recorded steps. What backlight could not measure is left out.
     """
-    given = known_overrides("health", run.overrides.get("health", {}))[0]
-    window = with_overrides(MembershipLimits, given).no_gradient_steps
+    overrides = known_overrides("health", run.overrides.get("health", {}))[0]
+    window = with_overrides(MembershipLimits, overrides).no_gradient_steps
     if not run.has("gradient"):
         return ()
     frame = run.frame("gradient", "norm")
@@ -137,11 +137,11 @@ def untrained_parameters(run: Run) -> tuple[str, ...]:
     moves_P = (measured_SP & (frame.values != 0)).any(axis=0)
     moving = {name for name, moves in zip(frame.names, moves_P, strict=True) if moves}
     moving -= {record.name for record in without_optimizer(run, window)}
-    apart = {name for event in run.events("unmeasured") for name in event.payload.get("parameters") or ()}
+    skipped = {name for event in run.events("unmeasured") for name in event.payload.get("parameters") or ()}
     return tuple(
         record.name
         for record in run.parameters()
-        if record.name not in moving | apart
+        if record.name not in moving | skipped
         and record.requires_grad and record.numel and not record.unmeasured and record.in_model
     )  # fmt: skip
 

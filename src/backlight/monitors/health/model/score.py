@@ -136,9 +136,9 @@ def exploding(
         Norm over all parameters before clipping, and the clip norm in use; NaN where there is none.
     """
     with np.errstate(invalid="ignore", over="ignore"):
-        own = (medians > 0) & (rms > limits.exploding_factor * medians) & (rms >= limits.vanishing_rms)
+        outgrown = (medians > 0) & (rms > limits.exploding_factor * medians) & (rms >= limits.vanishing_rms)
         whole = np.asarray(total_norm > limits.exploding_clip_factor * np.asarray(clip_norm))[..., None]
-    return measured & (own | whole)
+    return measured & (outgrown | whole)
 
 
 def health(
@@ -262,8 +262,8 @@ def outrun(rms_SP: Floats, limits: ExplodingMaskLimits) -> tuple[Integers, Float
         return columns, medians_SC
     floors_S = np.full(len(rms_SP), np.nan)
     spans = [np.arange(max(0, row - limits.history_window), row + 1) for row in rows.tolist()]
-    known = np.unique(np.concatenate(spans))
-    floors_S[known] = rounding_floor(rms_SP[known])
+    rows_of = np.unique(np.concatenate(spans))
+    floors_S[rows_of] = rounding_floor(rms_SP[rows_of])
     for row in rows.tolist():
         low = max(0, row - limits.history_window)
         with np.errstate(invalid="ignore"):
@@ -279,9 +279,9 @@ def total_norms(run: Run, steps_S: Integers) -> Floats:
 
     A step at which nothing was measured, or only a part of what others have, is NaN unless recorded.
     """
-    known = run.scalar("total_norm")
-    norms_S = at_steps(steps_S, known.steps, known.values)
-    recorded_S = np.isin(steps_S, known.steps)
+    recorded = run.scalar("total_norm")
+    norms_S = at_steps(steps_S, recorded.steps, recorded.values)
+    recorded_S = np.isin(steps_S, recorded.steps)
     if recorded_S.all() or not run.has("gradient"):
         return norms_S
     frame = run.frame("gradient", "norm")
@@ -302,5 +302,5 @@ def clip_norms(run: Run, steps_S: Integers) -> Floats:
 
 def skipped_steps(run: Run) -> frozenset[int]:
     """Return the steps that a gradient scaler skipped, so that their gradients moved nothing."""
-    known = run.scalar("scaler/skipped")
-    return frozenset(int(step) for step in known.steps[known.values > 0])
+    skipped = run.scalar("scaler/skipped")
+    return frozenset(int(step) for step in skipped.steps[skipped.values > 0])

@@ -40,7 +40,7 @@ class Samples:
     stand_out: bool | None = None
     step: int | None = None
 
-    def said(self, step: int) -> str:
+    def sentences(self, step: int) -> str:
         """Return the sentences for a finding about ``step``."""
         return self.text if self.step in {None, step} else f"At step {self.step}: {self.text}"
 
@@ -53,7 +53,7 @@ def samples_of(run: Run, step: int) -> str:
     if text := samples_at(run, step, step).text:
         return text
     recorded = sorted({e.step for e in run.events(SAMPLES) if e.step is not None})
-    others = f"; those of {listed([str(one) for one in recorded], 8)} were" if recorded else ""
+    others = f"; those of {listed([str(step) for step in recorded], 8)} were" if recorded else ""
     return (
         f"The samples of step {step} were not decomposed{others}. Run the script again with "
         f"`backlight run --decompose {step}`."
@@ -62,11 +62,11 @@ def samples_of(run: Run, step: int) -> str:
 
 def samples_at(run: Run, first: int, last: int) -> Samples:
     """Return what is known of the samples of the steps ``first`` to ``last``."""
-    found = [e for e in run.events(SAMPLES) if e.step is not None and first <= e.step <= last]
-    if not found:
+    events = [e for e in run.events(SAMPLES) if e.step is not None and first <= e.step <= last]
+    if not events:
         return NOTHING
-    step = min(e.step for e in found if e.step is not None)
-    return replace(_at(step, [e for e in found if e.step == step]), step=step)
+    step = min(e.step for e in events if e.step is not None)
+    return replace(_at(step, [e for e in events if e.step == step]), step=step)
 
 
 def _at(step: int, events: Sequence[Event]) -> Samples:
@@ -114,10 +114,10 @@ def _standing_out(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]]) 
             f"mean loss would be {phrases.number(top[-1]['without'])}."
         )
         path, unit = "loss of sample", "loss"
-        shown = [(one, one["loss"]) for one in top]
+        shown = [(sample, sample["loss"]) for sample in top]
     else:
         top = call["top"][:amount]
-        share = sum(one["share"] for one in top)
+        share = sum(sample["share"] for sample in top)
         verb = "carries" if amount == 1 and top[0]["copies"] == 1 else "carry"
         text = (
             f"{_names(top, call, where)} {verb} {100 * share:.0f} % of the squared gradient norm: without "
@@ -125,10 +125,10 @@ def _standing_out(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]]) 
             f"{_loss_of(top[0], call)}{_window(top[0])}{_uncovered(event.payload)}"
         )
         path, unit = "share of sample", "of the squared gradient norm"
-        shown = [(one, one["share"]) for one in top]
+        shown = [(sample, sample["share"]) for sample in top]
     evidence = tuple(
-        Evidence(f"events/{SAMPLES}, {path} {one['sample']}{where}", step, round(float(value), 6), unit)
-        for one, value in shown[:NAMED]
+        Evidence(f"events/{SAMPLES}, {path} {sample['sample']}{where}", step, round(float(value), 6), unit)
+        for sample, value in shown[:NAMED]
     )
     return Samples(text, evidence, stand_out=True)
 
@@ -141,7 +141,7 @@ def _amount(payload: Mapping[str, Any], call: Mapping[str, Any], *, by_loss: boo
         return 0
     most = max(1, int(call["samples"] if by_loss else call["distinct"]) // MOST)
     limit = usual * (NEAR_LOSS if by_loss else NEAR_NORM)
-    return next((k for k, one in enumerate(listed[:most], 1) if one["without"] <= limit), 0)
+    return next((k for k, sample in enumerate(listed[:most], 1) if sample["without"] <= limit), 0)
 
 
 def _largest(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]], *, leaps: bool = False) -> Samples:
@@ -149,7 +149,7 @@ def _largest(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]], *, le
     tops = [(event, call, call["top"][0]) for event, call in passes if call.get("top")]
     if not tops:
         return NOTHING
-    event, call, top = max(tops, key=lambda found: found[2]["share"])
+    event, call, top = max(tops, key=lambda entry: entry[2]["share"])
     where, share = _where(event, call, passes), f"{100 * top['share']:.0f} %"
     if leaps:
         text = (
@@ -173,7 +173,7 @@ def _not_finite(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]]) ->
     ill = [(event, call) for event, call in passes if call.get("non_finite_count")]
     if not ill:
         return NOTHING
-    event, call = min(ill, key=lambda found: found[1]["non_finite_count"] / found[1]["samples"])
+    event, call = min(ill, key=lambda entry: entry[1]["non_finite_count"] / entry[1]["samples"])
     count, samples = int(call["non_finite_count"]), int(call["samples"])
     where = _where(event, call, passes)
     evidence = Evidence(f"events/{SAMPLES}, samples not finite{where}", step, count, f"of {samples}")
@@ -183,25 +183,25 @@ def _not_finite(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]]) ->
         return Samples(text, (evidence,), stand_out=False)
     shown = bad if count == samples else list(call["non_finite"])
     listed = [{"sample": n, "index": _index(call, n), "copies": 1} for n in shown]
-    names, one = _names(listed, call, where), len(shown) == 1
+    names, sole = _names(listed, call, where), len(shown) == 1
     if count == samples:
-        text = f"{names} {'holds' if one else 'hold'} NaN or Inf among {'its' if one else 'their'} inputs."
+        text = f"{names} {'holds' if sole else 'hold'} NaN or Inf among {'its' if sole else 'their'} inputs."
     else:
-        given = " Its input holds NaN or Inf." if one and shown[0] in bad else ""
+        note = " Its input holds NaN or Inf." if sole and shown[0] in bad else ""
         text = (
             f"The gradient{'' if count == 1 else 's'} of {names[0].lower()}{names[1:]} "
-            f"{'is' if count == 1 else 'are'} not finite, those of the other {samples - count} are.{given}"
+            f"{'is' if count == 1 else 'are'} not finite, those of the other {samples - count} are.{note}"
         )
     return Samples(text, (evidence,), stand_out=True)
 
 
 def _indices_only(step: int, passes: Sequence[tuple[Event, Mapping[str, Any]]]) -> Samples:
-    known = [(event, call) for event, call in passes if call.get("indices")]
+    indexed = [(event, call) for event, call in passes if call.get("indices")]
     reason = next((str(e.payload["reason"]) for e, _ in passes if e.payload.get("reason")), "")
     text = f"Its samples were not decomposed: {visible(reason)}." if reason else ""
-    if not known:
+    if not indexed:
         return Samples(text)
-    event, call = known[0]
+    event, call = indexed[0]
     first = ", ".join(f"{int(i):,}" for i in call["indices"][:NAMED])
     text += f" The batch{_where(event, call, passes)} holds the dataset indices {first}, …"
     return Samples(text.strip())
@@ -214,17 +214,17 @@ def _names(top: Sequence[Mapping[str, Any]], call: Mapping[str, Any], where: str
     if len(top) == 1 and top[0].get("copies", 1) > 1:
         index = _dataset([top[0]])
         return f"{top[0]['copies']} copies of one {word}{of}{index}"
-    shown = ", ".join(str(int(one["sample"])) for one in top[:NAMED])
+    shown = ", ".join(str(int(sample["sample"])) for sample in top[:NAMED])
     more = f" and {len(top) - NAMED} more" if len(top) > NAMED else ""
     plural = "" if len(top) == 1 else "s"
     return f"{word.capitalize()}{plural} {shown}{more}{of}{_dataset(top[:NAMED])}"
 
 
 def _dataset(top: Sequence[Mapping[str, Any]]) -> str:
-    known = [f"{int(one['index']):,}" for one in top if one.get("index") is not None]
-    if not known:
+    indices = [f"{int(sample['index']):,}" for sample in top if sample.get("index") is not None]
+    if not indices:
         return ""
-    return f" (dataset {'index' if len(known) == 1 else 'indices'} {', '.join(known)})"
+    return f" (dataset {'index' if len(indices) == 1 else 'indices'} {', '.join(indices)})"
 
 
 def _index(call: Mapping[str, Any], sample: int) -> int | None:

@@ -87,8 +87,8 @@ def _broken(frames: ParameterFrames) -> NDArray[np.int64]:
 
 
 def _gaps(steps: NDArray[np.int64]) -> dict[str, Any]:
-    found = step_gaps(steps)
-    return {"breaks": found.breaks.ravel(), "sampled": found.sampled.ravel(), "every": found.every}
+    gaps = step_gaps(steps)
+    return {"breaks": gaps.breaks.ravel(), "sampled": gaps.sampled.ravel(), "every": gaps.every}
 
 
 def _counts(counts: NDArray[np.int64]) -> NDArray[np.uint16]:
@@ -140,12 +140,12 @@ def groups(source: Source) -> Drawn | NotMeasured:
     lines = [Line(name, rms.steps, rms.values, gaps=True) for name, rms in groups.items()]
     charts = [chart(lines[:MAX_LINES], Axis("rms (gradient)", log=True))]
     ratios, facts = [], []
-    for (one, first), (other, second) in itertools.combinations(groups.items(), 2):
+    for (group, first), (other, second) in itertools.combinations(groups.items(), 2):
         values = ratio(first.values, second.values)
-        ratios.append(Line(f"{one} / {other}", first.steps, values, gaps=True))
+        ratios.append(Line(f"{group} / {other}", first.steps, values, gaps=True))
         finite = values[np.isfinite(values)]
         if finite.size:
-            facts.append(Fact(f"median {one} / {other}", number(float(np.median(finite)))))
+            facts.append(Fact(f"median {group} / {other}", number(float(np.median(finite)))))
     if ratios:
         charts.append(chart(ratios[:MAX_LINES], Axis("ratio", log=True)))
     hidden = max(len(lines), len(ratios)) - MAX_LINES

@@ -55,13 +55,13 @@ def spike_samples(source: Source) -> Drawn | NotMeasured:
 
 def rows_of(event: Event) -> list[list[str]]:
     """Return the samples of an event as rows under ``HEAD``, those with the largest shares first."""
-    found = [_row(event, call, top) for call in event.payload.get("calls") or () for top in call["top"]]
-    return [row for _, row in sorted(found, key=lambda pair: -pair[0])]
+    rows = [_row(event, call, top) for call in event.payload.get("calls") or () for top in call["top"]]
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]
 
 
 def _row(event: Any, call: Any, top: Any) -> tuple[float, list[str]]:
     shown = (top["index"], top["copies"], None, top["norm"], top["loss"], top["without"])
-    index, copies, _, *numbers = ("" if one is None else number(one) for one in shown)
+    index, copies, _, *numbers = ("" if figure is None else number(figure) for figure in shown)
     at = (event.step, event.rank, call["number"] + 1, top["sample"])
     share = f"{100 * top['share']:.0f} %"
     return top["share"], [*map(str, at), index, copies, share, *numbers]

@@ -29,8 +29,8 @@ def summary(source: Source) -> Summary:
 
 def _coverage(source: Source, steps: int) -> str:
     """Return at how many of the steps that the run took gradients were measured, and the loss."""
-    known = source.run.coverage()
-    taken, losses = known.taken, known.with_loss
+    coverage = source.run.coverage()
+    taken, losses = coverage.taken, coverage.with_loss
     fewest = source.coverage.fewest
     is_one = len(np.unique(optimizer_sets(source.run, source.coverage.steps))) == 1
     whole = count(taken, "step" if is_one else "optimizer step")
@@ -55,15 +55,15 @@ def _amount(source: Source) -> int:
 def _figures(source: Source) -> Figures:
     steps = source.coverage.steps
     broken = source.frames.stats.get("non_finite_sum", np.empty(0))
-    odd = number(int((np.nan_to_num(broken) > 0).sum())) if len(broken) else "not measured"
+    ill_count = number(int((np.nan_to_num(broken) > 0).sum())) if len(broken) else "not measured"
     worst, meaning = "not measured", "1 is the best, 0 the worst"
     if source.untrained:
         meaning = f"{count(len(source.untrained), 'parameter')} never trained"
     elif source.health is not None and not np.isnan(source.health[1]).all():
         worst = score(float(np.nanmin(source.health[1])))
     lasts = [
-        (f"last {label}", number(float(one.values[-1])), f"at step {number(int(one.steps[-1]))}")
-        for label, one in losses_of(source.run).items()
+        (f"last {label}", number(float(scalar.values[-1])), f"at step {number(int(scalar.steps[-1]))}")
+        for label, scalar in losses_of(source.run).items()
     ]
     of = f"of {number(_amount(source))}"
     taken = f"of {number(source.run.last_step() + 1)}"
@@ -73,7 +73,7 @@ def _figures(source: Source) -> Figures:
         ("steps recorded", number(len(steps)), taken),
         ("parameters measured", number(int(source.coverage.measured.sum())), of),
         ("lowest health", worst, meaning),
-        ("with NaN or Inf", odd, "parameters"),
+        ("with NaN or Inf", ill_count, "parameters"),
         *(lasts or [("last loss", "not measured", "")]),
     )
 
@@ -94,8 +94,8 @@ def loss(source: Source) -> Drawn | NotMeasured:
         return NotMeasured(source.reason("loss", otherwise="No backward pass gave a loss."))
     is_one = len(losses) == 1
     lines = [
-        Line(label, one.steps, one.values, tone="loss" if is_one else "", recorded=recorded)
-        for label, one in losses.items()
+        Line(label, scalar.steps, scalar.values, tone="loss" if is_one else "", recorded=recorded)
+        for label, scalar in losses.items()
     ]
     remarks: tuple[str, ...] = ()
     if thinned := source.run.events(THINNED):
@@ -111,14 +111,14 @@ def loss(source: Source) -> Drawn | NotMeasured:
                 Line("least", least.steps, least.values, style="edge", tone="loss"),
             ]
     (unit,) = losses if is_one else ("loss",)
-    log = spans_decades(*(one.values for one in losses.values()))
+    log = spans_decades(*(scalar.values for scalar in losses.values()))
     drawn = chart(lines, Axis(unit, log=log), adjustable=True)
     facts = [
         Fact(
             "first to last" if is_one else f"{label}, first to last",
-            f"{number(one.values[0])} to {number(one.values[-1])}",
+            f"{number(scalar.values[0])} to {number(scalar.values[-1])}",
         )
-        for label, one in losses.items()
+        for label, scalar in losses.items()
     ]
     return Drawn("lines", {"charts": [drawn]}, tuple(facts), remarks)
 
@@ -175,10 +175,10 @@ def total_norm(source: Source) -> Drawn | NotMeasured:
     return Drawn("lines", {"charts": [drawn]}, tuple(facts), remarks)
 
 
-def _same(one: Scalar, other: Scalar) -> bool:
+def _same(scalar: Scalar, other: Scalar) -> bool:
     """Return whether two scalars agree wherever both were recorded, to the precision of fp32."""
-    _, here, there = np.intersect1d(one.steps, other.steps, return_indices=True)
-    return bool(np.allclose(one.values[here], other.values[there], rtol=1e-4, equal_nan=True))
+    _, here, there = np.intersect1d(scalar.steps, other.steps, return_indices=True)
+    return bool(np.allclose(scalar.values[here], other.values[there], rtol=1e-4, equal_nan=True))
 
 
 AT_ALL = " at every recorded step."

@@ -91,7 +91,7 @@ def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
                 yield finding
                 return
     since_S = frame.steps - frame.steps[0] if len(frame.steps) else frame.steps
-    found: dict[int, float] = {}
+    ratios_of: dict[int, float] = {}
     evaluated = 0
     for column, (record, start) in matrices.items():
         settle = limits.update_settle_zero if start < ZERO_RMS else limits.update_settle
@@ -102,10 +102,10 @@ def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
         ratios = frame.values[rows, column]
         is_large = np.mean(ratios > limits.update_ratio) >= limits.update_share
         if is_large and not _is_rounding(weight, matrices, record, column, rows):
-            found[column] = float(np.median(ratios))
-    if found:
+            ratios_of[column] = float(np.median(ratios))
+    if ratios_of:
         yield _lasting(
-            run, frame, {c: record for c, (record, _) in matrices.items()}, found, evaluated, limits
+            run, frame, {c: record for c, (record, _) in matrices.items()}, ratios_of, evaluated, limits
         )
 
 
@@ -155,11 +155,11 @@ def _lasting(
     run: Run,
     frame: Frame,
     records: dict[int, ParameterRecord],
-    found: dict[int, float],
+    medians: dict[int, float],
     evaluated: int,
     limits: UpdateLimits,
 ) -> Finding:
-    order = phrases.loudest(found, lambda c: found[c])
+    order = phrases.loudest(medians, lambda c: medians[c])
     worst = order[0]
     record = records[worst]
     last = int(np.flatnonzero(frame.measured[:, worst])[-1])
@@ -168,13 +168,13 @@ def _lasting(
     return Finding(
         severity=Severity.WARNING,
         title=(
-            f"Updates of {phrases.parameters([records[c].name for c in order], len(found))} are "
-            f"{phrases.number(found[worst])} of the weight"
+            f"Updates of {phrases.parameters([records[c].name for c in order], len(medians))} are "
+            f"{phrases.number(medians[worst])} of the weight"
         ),
         detail=(
             f"The median update-to-weight ratio of `{record.name}` over the last {limits.update_steps} "
-            f"recorded steps is {phrases.number(found[worst])}{stated}; about 0.001 is usual. Affected: "
-            f"{phrases.share(len(found), evaluated, 'weight matrices')}."
+            f"recorded steps is {phrases.number(medians[worst])}{stated}; about 0.001 is usual. Affected: "
+            f"{phrases.share(len(medians), evaluated, 'weight matrices')}."
         ),
         subject=Subject(parameter=record.name, module=record.module or None, step=step),
         evidence=(

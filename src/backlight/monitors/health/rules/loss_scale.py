@@ -61,8 +61,8 @@ def loss_scale(run: Run, limits: LossScaleLimits) -> Iterator[Finding]:
 
 def _skips(run: Run, limits: LossScaleLimits) -> Iterator[Finding]:
     """Find a scaler that is stuck at the end of the run, else one that keeps skipping."""
-    known = run.scalar("scaler/skipped")
-    steps, skipped = known.steps, known.values > 0
+    scaler = run.scalar("scaler/skipped")
+    steps, skipped = scaler.steps, scaler.values > 0
     misses = np.flatnonzero(~skipped)
     streak = len(steps) if len(misses) == 0 else len(steps) - 1 - int(misses[-1])
     start = calibrated(skipped, limits)
@@ -152,7 +152,7 @@ def _underflow(run: Run, limits: LossScaleLimits) -> Iterator[Finding]:
     scale_S = at_steps(norm.steps, scale.steps, scale.values)
     scale_S = np.where(np.isfinite(scale_S), scale_S, 1.0)
     taken_S = ~np.isin(norm.steps, list(skipped_steps(run)))
-    found: dict[int, tuple[float, float, int]] = {}
+    zeros_of: dict[int, tuple[float, float, int]] = {}
     evaluated = 0
     for record in suspects:
         column = norm.names.index(record.name)
@@ -166,12 +166,12 @@ def _underflow(run: Run, limits: LossScaleLimits) -> Iterator[Finding]:
         with np.errstate(divide="ignore", invalid="ignore"):
             magnitude = float(finite_median(norm.values[rows, column] / np.sqrt(others) * scale_S[rows]))
         if limits.underflow_zero_share <= share < 1.0 and magnitude < limits.underflow_magnitude:
-            found[column] = (share, magnitude, int(rows[-1]))
-    if not found:
+            zeros_of[column] = (share, magnitude, int(rows[-1]))
+    if not zeros_of:
         return
-    order = phrases.loudest(found, lambda c: found[c][0])
+    order = phrases.loudest(zeros_of, lambda c: zeros_of[c][0])
     worst = order[0]
-    name, (share, magnitude, last) = norm.names[worst], found[worst]
+    name, (share, magnitude, last) = norm.names[worst], zeros_of[worst]
     step = int(norm.steps[last])
     under = (
         f" under a loss scale of {phrases.number(float(scale_S[last]))}"
@@ -182,8 +182,8 @@ def _underflow(run: Run, limits: LossScaleLimits) -> Iterator[Finding]:
         phrases.series(
             "gradient/zero_share",
             norm.names[c],
-            int(norm.steps[found[c][2]]),
-            float(zeros.values[found[c][2], c] / sizes.values[found[c][2], c]),
+            int(norm.steps[zeros_of[c][2]]),
+            float(zeros.values[zeros_of[c][2], c] / sizes.values[zeros_of[c][2], c]),
             "1",
         )
         for c in order
@@ -194,13 +194,13 @@ def _underflow(run: Run, limits: LossScaleLimits) -> Iterator[Finding]:
     yield Finding(
         severity=Severity.WARNING,
         title=(
-            f"{phrases.gradient_of([norm.names[c] for c in order], len(found))} "
-            f"underflow{'s' if len(found) == 1 else ''} in fp16"
+            f"{phrases.gradient_of([norm.names[c] for c in order], len(zeros_of))} "
+            f"underflow{'s' if len(zeros_of) == 1 else ''} in fp16"
         ),
         detail=(
             f"{percent(share)} of the values of `{name}` are exactly zero, and the rms of the "
             f"others{under} is {phrases.number(magnitude)}: fp16 rounds values below 3e-8 to zero. "
-            f"Affected: {phrases.share(len(found), evaluated, 'half-precision matrices')}."
+            f"Affected: {phrases.share(len(zeros_of), evaluated, 'half-precision matrices')}."
         ),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=step),
         evidence=tuple(evidence),

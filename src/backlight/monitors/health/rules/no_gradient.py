@@ -98,10 +98,10 @@ def _nothing(run: Run) -> Iterator[Finding]:
     steps = backwards.steps[backwards.values > 0]
     if not wanted or not len(steps) or any(p.name not in without for p in wanted):
         return
-    known = [event.payload for event in run.events("contradiction")]
-    if any(facts.get("rule") in {"gradients_discarded", "trained_tensors"} for facts in known):
+    contradictions = [event.payload for event in run.events("contradiction")]
+    if any(facts.get("rule") in {"gradients_discarded", "trained_tensors"} for facts in contradictions):
         return  # they know where the gradients are
-    leaves = [facts for facts in known if facts.get("rule") == "no_gradient"]
+    leaves = [facts for facts in contradictions if facts.get("rule") == "no_gradient"]
     line = str(leaves[0].get("line") or "") if leaves else ""
     cause = (
         " The loss depends on no parameter: `requires_grad` was set on the loss itself, which hides the "
@@ -138,10 +138,10 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     records = run.parameters()
     missing = [p for p in records if p.name not in seen and p.numel > 0 and not _waits(p, run)]
     reported, since = _reported(run), _unfrozen(run)
-    held = any(p.group for p in records)
+    has_groups = any(p.group for p in records)
     by_reason: dict[tuple[_Reason, int], list[ParameterRecord]] = {}
     for record in missing:
-        case = (_reason(record, reported, held), since.get(record.name, 0))
+        case = (_reason(record, reported, has_groups), since.get(record.name, 0))
         by_reason.setdefault(case, []).append(record)
     # While a run goes on, a branch may still be used; once it has ended, every step counts.
     needed = limits.no_gradient_steps if run.status is RunStatus.RUNNING else 1
@@ -197,12 +197,12 @@ def _ceased(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     """
     if run.events("parameters_changed"):
         return
-    frame, known = run.frame("gradient", "norm"), {p.name: p for p in run.parameters()}
+    frame, records = run.frame("gradient", "norm"), {p.name: p for p in run.parameters()}
     measured_SP = frame.measured if frame.any_rank is None else frame.any_rank
     needed = limits.no_gradient_steps if run.status is RunStatus.RUNNING else 2
     columns: dict[str, list[int]] = {}
     for i, name in enumerate(frame.names):
-        if (p := known.get(name)) is not None and p.requires_grad and p.group and p.numel:
+        if (p := records.get(name)) is not None and p.requires_grad and p.group and p.numel:
             columns.setdefault(p.group.partition("/")[0], []).append(i)
     for of_optimizer in columns.values():
         rows = np.flatnonzero(measured_SP[:, of_optimizer].any(axis=1))
@@ -216,7 +216,7 @@ def _ceased(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
         ended_P = is_long_P & (counts_P == ends_P)  # without a gap up to the last one
         for count_before in np.unique(counts_P[ended_P]).tolist():
             names = [frame.names[mine[i]] for i in np.flatnonzero(ended_P & (counts_P == count_before))]
-            order = phrases.loudest(names, lambda name: known[name].numel)
+            order = phrases.loudest(names, lambda name: records[name].numel)
             steps = frame.steps[rows]
             last, since, end = (int(steps[i]) for i in (count_before - 1, count_before, -1))
             has = "has" if len(names) == 1 else "have"
@@ -227,9 +227,9 @@ def _ceased(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
                     f"One was there at each of the {count_before:,} recorded steps up to {last:,}, and none "
                     f"at the {len(rows) - count_before:,} from {since:,} to {end:,}, at which others of the "
                     "same optimizer had one. Affected: "
-                    f"{phrases.share(len(names), len(known), 'parameters')}."
+                    f"{phrases.share(len(names), len(records), 'parameters')}."
                 ),
-                subject=Subject(parameter=order[0], module=known[order[0]].module or None, step=since),
+                subject=Subject(parameter=order[0], module=records[order[0]].module or None, step=since),
                 evidence=tuple(Evidence(f"series/gradient/measured/{name}", since, 0, "1") for name in order),
                 fix=(
                     f"Look for what cuts `{order[0]}` from the loss after step {last:,}: a `detach()`, a "
@@ -242,12 +242,12 @@ def _ceased(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
 
 def _unfrozen(run: Run) -> dict[str, int]:
     """Return the steps at which parameters became trainable, by name, of those that were frozen before."""
-    found: dict[str, int] = {}
+    steps: dict[str, int] = {}
     for event in run.events(REQUIRES_GRAD):
         if event.payload.get("value"):
             for name in event.payload.get("parameters") or ():
-                found.setdefault(str(name), event.step or 0)
-    return found
+                steps.setdefault(str(name), event.step or 0)
+    return steps
 
 
 def _idle_optimizer(missing: Sequence[ParameterRecord], records: Sequence[ParameterRecord]) -> int | None:
@@ -288,18 +288,18 @@ def _reported(run: Run) -> dict[str, str]:
     return reported
 
 
-def _reason(record: ParameterRecord, reported: dict[str, str], held: bool) -> _Reason:
+def _reason(record: ParameterRecord, reported: dict[str, str], has_groups: bool) -> _Reason:
     if record.unmeasured == "frozen" or not record.requires_grad:
         return _FROZEN
-    said = reported.get(record.name) or record.unmeasured
-    if said:
+    reason = reported.get(record.name) or record.unmeasured
+    if reason:
         return _Reason(
             Severity.INFO,
-            f"not measured: {said}",
+            f"not measured: {reason}",
             "Read the reason: these gradients were not measured.",
             "unmeasured",
         )
-    if held and not record.group:
+    if has_groups and not record.group:
         return _OUTSIDE
     if not record.in_model:
         return _FOREIGN
@@ -330,11 +330,11 @@ def _zero(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
         return measured & (zero == size), measured
 
     streaks_P, ever_P = ending_streaks(marks, len(zeros.steps), len(zeros.names), limits.zero_window)
-    found = np.flatnonzero(streaks_P >= limits.zero_window)
-    if len(found) == 0:
+    dead = np.flatnonzero(streaks_P >= limits.zero_window)
+    if len(dead) == 0:
         return
     whole = int(ever_P.sum())
-    scalars = {i: int(sizes.values[:, i].max()) for i in found.tolist()}
+    scalars = {i: int(sizes.values[:, i].max()) for i in dead.tolist()}
     order = phrases.loudest(scalars, lambda i: float(scalars[i]))
     worst = order[0]
     name = zeros.names[worst]
@@ -343,24 +343,24 @@ def _zero(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     begin = int(rows[-int(streaks_P[worst])])
     since = int(zeros.steps[begin])
     alive_before = begin > rows[0]
-    everything = len(found) == whole
+    everything = len(dead) == whole
     # A vector alone may have no effect by construction, such as a bias before a batch norm; its gradient is
     # exactly zero with some kernels and rounding error with others.
     shapes = {p.name: p.shape for p in run.parameters()}
-    vectors = all(len(shapes[zeros.names[i]]) < 2 for i in found)
+    vectors = all(len(shapes[zeros.names[i]]) < 2 for i in dead)
     history = "earlier it was not" if alive_before else "no recorded step had another value"
     yield Finding(
         severity=Severity.ERROR if everything else Severity.INFO if vectors else Severity.WARNING,
         title=(
             "Every gradient is exactly zero"
             if everything
-            else f"{phrases.gradient_of([zeros.names[i] for i in order], len(found))} "
-            f"{'is' if len(found) == 1 else 'are'} exactly zero"
+            else f"{phrases.gradient_of([zeros.names[i] for i in order], len(dead))} "
+            f"{'is' if len(dead) == 1 else 'are'} exactly zero"
         ),
         detail=(
             f"Every value of the gradient of `{name}` ({scalars[worst]} values) is zero in the last "
             f"{int(streaks_P[worst])} recorded steps, since step {since}; {history}. Affected: "
-            f"{phrases.share(len(found), whole, 'measured parameters')}."
+            f"{phrases.share(len(dead), whole, 'measured parameters')}."
         ),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=since),
         evidence=tuple(
@@ -372,7 +372,7 @@ def _zero(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
             )
             for row in order
         ),
-        fix=_fix_zero(name, [zeros.names[i] for i in found.tolist()], vectors=vectors, everything=everything),
+        fix=_fix_zero(name, [zeros.names[i] for i in dead.tolist()], vectors=vectors, everything=everything),
         refuted_if=f"a recorded step shows a non-zero gradient of `{name}`.",
     )
 

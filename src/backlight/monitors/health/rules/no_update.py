@@ -106,9 +106,9 @@ def _still(run: Run, records: dict[str, ParameterRecord], limits: NoUpdateLimits
     taken = ~np.isin(steps, list(skipped_steps(run)))
     rows_u, rows_g = rows_u[taken], rows_g[taken]
     numel, weight = run.frame("update", "numel"), run.frame("update", "weight_norm")
-    known = [records.get(name) for name in update.names]
-    rates = {group: _rates(run, group, update.steps) for group in {p.group for p in known if p}}
-    half_P = np.array([p is not None and p.dtype in _HALF for p in known], dtype=bool)
+    updated = [records.get(name) for name in update.names]
+    rates = {group: _rates(run, group, update.steps) for group in {p.group for p in updated if p}}
+    half_P = np.array([p is not None and p.dtype in _HALF for p in updated], dtype=bool)
     some_S = np.asarray(np.any(update.measured & (update.values > 0), axis=1), dtype=np.bool_)
 
     def marks(rows: slice, columns: Integers) -> tuple[Bools, Bools]:
@@ -116,7 +116,7 @@ def _still(run: Run, records: dict[str, ParameterRecord], limits: NoUpdateLimits
         sure = (sampled.values[at_u] == numel.values[at_u]) | (zeros.values[at_g] < SPARSE)
         large = rms.values[at_g] >= limits.vanishing_rms
         absent = np.full(len(update.steps), np.nan)
-        rate = np.stack([rates[p.group] if (p := known[c]) else absent for c in columns], axis=1)[
+        rate = np.stack([rates[p.group] if (p := updated[c]) else absent for c in columns], axis=1)[
             rows_u[rows]
         ]
         with np.errstate(invalid="ignore", divide="ignore"):
@@ -132,8 +132,8 @@ def _still(run: Run, records: dict[str, ParameterRecord], limits: NoUpdateLimits
 
 def _are_rounded(run: Run) -> bool:
     """Return whether nearly all steps that were compared are rounded away, which has a rule of its own."""
-    found = [e.payload for e in run.events("contradiction") if e.payload.get("rule") == "weights_unchanged"]
-    return len(found) >= MOSTLY * max((int(one.get("comparisons") or 0) for one in found), default=1)
+    facts = [e.payload for e in run.events("contradiction") if e.payload.get("rule") == "weights_unchanged"]
+    return len(facts) >= MOSTLY * max((int(fact.get("comparisons") or 0) for fact in facts), default=1)
 
 
 def _too_slow(run: Run, limits: NoUpdateLimits) -> Finding | None:
@@ -192,8 +192,8 @@ def _has_fallen(run: Run, limits: NoUpdateLimits) -> bool:
 
 
 def _falls(loss: Scalar, limits: NoUpdateLimits) -> bool:
-    known = np.isfinite(loss.values)
-    steps, values = loss.steps[known], loss.values[known]
+    is_finite = np.isfinite(loss.values)
+    steps, values = loss.steps[is_finite], loss.values[is_finite]
     if len(values) < 2 or values.min() < 0:
         return False
     early, late = after_share(steps, 0.1), after_share(steps, 0.9)
@@ -214,8 +214,8 @@ def _last_rate(run: Run, record: ParameterRecord) -> float | None:
 
 def _contradictions(run: Run, rule_name: str, kind: str = "") -> int:
     """Return how many facts there are for a rule of ``correctness``, which knows the cause."""
-    found = [event.payload for event in run.events("contradiction")]
-    return sum(one.get("rule") == rule_name and kind in {"", one.get("kind")} for one in found)
+    payloads = [event.payload for event in run.events("contradiction")]
+    return sum(fact.get("rule") == rule_name and kind in {"", fact.get("kind")} for fact in payloads)
 
 
 def _outside(run: Run, group: list[ParameterRecord], stale: list[ParameterRecord], whole: int) -> Finding:
@@ -226,7 +226,7 @@ def _outside(run: Run, group: list[ParameterRecord], stale: list[ParameterRecord
     last = int(np.flatnonzero(frame.measured[:, column])[-1])
     first = int(frame.steps[np.flatnonzero(frame.measured[:, column])[0]])
     named = phrases.parameters([p.name for p in order], len(group))
-    held = (
+    stale_note = (
         f" An optimizer holds {count(len(stale), 'parameter')} that no module of the model holds "
         "and that never received a gradient, as when a module is replaced after the optimizer was created."
         if stale
@@ -239,7 +239,7 @@ def _outside(run: Run, group: list[ParameterRecord], stale: list[ParameterRecord
             f"{named} "
             f"{'receives gradients but belongs' if len(group) == 1 else 'receive gradients but belong'} to "
             f"no watched optimizer, so {'it is' if len(group) == 1 else 'they are'} never updated. Affected: "
-            f"{phrases.share(len(group), whole, 'parameters')}.{held}"
+            f"{phrases.share(len(group), whole, 'parameters')}.{stale_note}"
         ),
         subject=Subject(parameter=worst.name, module=worst.module or None, step=first),
         evidence=(

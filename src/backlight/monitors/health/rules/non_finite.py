@@ -65,11 +65,11 @@ def _first_ill(run: Run, skipped: Set[int]) -> tuple[Frame, np.ndarray, int | No
         frame = run.frame("gradient", "non_finite", rank=rank)
         return frame, frame.measured & (frame.values > 0) & ~np.isin(frame.steps, out)[:, None], rank
 
-    found = look(None)
+    joint = look(None)
     # What ranks do not agree on is not in the joined gradients: there they are asked one by one.
-    ranks = run.attempts[-1].ranks[:MAX_RANKS] if run.attempts and found[0].incomplete().any() else ()
-    ill = [one for one in (found, *map(look, ranks)) if one[1].any()]
-    return min(ill, key=lambda one: int(one[0].steps[np.flatnonzero(one[1].any(axis=1))[0]]), default=found)
+    ranks = run.attempts[-1].ranks[:MAX_RANKS] if run.attempts and joint[0].incomplete().any() else ()
+    ill = [look_at for look_at in (joint, *map(look, ranks)) if look_at[1].any()]
+    return min(ill, key=lambda v: int(v[0].steps[np.flatnonzero(v[1].any(axis=1))[0]]), default=joint)
 
 
 def _in_gradients(
@@ -108,7 +108,7 @@ def _in_gradients(
             f"{phrases.share(len(ill), len(measured), 'measured parameters')}; the last finite recorded step "
             f"is {before}. Nearest to the loss is `{name}` with {nan} NaN and {inf} Inf among {size} values. "
             f"{_loss_words(loss, step, evidence)}{_later_words(later, after)}{' ' if who else ''}{who} "
-            f"{samples.said(step)}"
+            f"{samples.sentences(step)}"
         ).rstrip(),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=step, rank=rank),
         evidence=tuple(evidence),
@@ -158,10 +158,10 @@ def _origin_rank(run: Run, step: int) -> tuple[int | None, str, tuple[Evidence, 
         f"Only the loss of {'rank' if len(ill) == 1 else 'ranks'} {names} of {len(loss.ranks)} was not "
         "finite: its batch brought it in, and the reduction of the gradients took it to all ranks."
     )
-    found = tuple(
+    evidence = tuple(
         Evidence(f"scalars/loss, rank {rank}", step, phrases.plain(value), "loss") for rank, value in ill
     )
-    return (ill[0][0] if len(ill) == 1 else None), who, found
+    return (ill[0][0] if len(ill) == 1 else None), who, evidence
 
 
 def _non_finite_count(run: Run, rank: int, step: int) -> int:

@@ -82,10 +82,10 @@ def spike(run: Run, limits: SpikeLimits) -> Iterator[Finding]:
     groups = stretches(np.searchsorted(axis, hits), limits.spike_gap)
     described = [_describe(axis[group], both) for group in groups]
     # A loss of both signs has no size to leap from: alone, it is none that the gradient confirms.
-    spikes = [one for one in described if any(leap.by_factor for leap, _ in one.peaks)]
+    spikes = [spike for spike in described if any(leap.by_factor for leap, _ in spike.peaks)]
     spikes.sort(key=lambda s: (-s.height, s.step))
-    for one in spikes[: limits.spike_findings]:
-        yield _finding(run, one, len(spikes), len(axis), limits)
+    for spike_of in spikes[: limits.spike_findings]:
+        yield _finding(run, spike_of, len(spikes), len(axis), limits)
 
 
 def _comparable(run: Run, loss: Scalar) -> Scalar:
@@ -134,9 +134,9 @@ def leaps(
             whole.outliers[rows] = part.outliers
         return whole
 
-    def scaled(given: NDArray[np.float64]) -> NDArray[np.float64]:
+    def scaled(raw: NDArray[np.float64]) -> NDArray[np.float64]:
         with np.errstate(divide="ignore", invalid="ignore"):
-            result = np.log(given) if by_factor else given
+            result = np.log(raw) if by_factor else raw
         return np.where(np.isfinite(result), result, np.nan)
 
     medians, spreads, highest, changes = (np.full(len(values), np.nan) for _ in range(4))
@@ -175,18 +175,18 @@ class _Spike:
 def _describe(steps: NDArray[np.int64], both: tuple[_Leaps, ...]) -> _Spike:
     """Find the peak of each scalar among the steps of one spike; its height is in deviations."""
     peaks = []
-    for one in both:
-        rows = np.flatnonzero(np.isin(one.steps, steps) & one.outliers)
+    for leap in both:
+        rows = np.flatnonzero(np.isin(leap.steps, steps) & leap.outliers)
         if len(rows):
-            peaks.append((one, int(rows[np.argmax(one.values[rows] / np.abs(one.medians[rows]))])))
+            peaks.append((leap, int(rows[np.argmax(leap.values[rows] / np.abs(leap.medians[rows]))])))
     main, row = peaks[0]
     height = float(main.values[row] / abs(main.medians[row])) if main.medians[row] else float("inf")
     return _Spike(int(main.steps[row]), int(steps[0]), int(steps[-1]), height, tuple(peaks))
 
 
-def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimits) -> Finding:
+def _finding(run: Run, spike: _Spike, count: int, recorded: int, limits: SpikeLimits) -> Finding:
     parts, evidence = [], []
-    for leap, row in one.peaks:
+    for leap, row in spike.peaks:
         word = "gradient norm" if leap.name == "total_norm" else leap.name
         step, median = int(leap.steps[row]), float(leap.medians[row])
         times = f"{phrases.number(leap.values[row] / median)} times " if median > 0 else "above "
@@ -200,18 +200,18 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
             else phrases.scalar(leap.name, step, leap.values[row], leap.unit)
         )
     batch = run.scalar("batch")
-    place = np.flatnonzero(batch.steps == one.step)
+    place = np.flatnonzero(batch.steps == spike.step)
     if len(place):
-        evidence.append(phrases.scalar("batch", one.step, batch.values[place[0]]))
-    counted = counts_at(run, one.step, limits.spike_window)
+        evidence.append(phrases.scalar("batch", spike.step, batch.values[place[0]]))
+    counted = counts_at(run, spike.step, limits.spike_window)
     if counted is not None:
-        evidence.append(phrases.scalar(counted[0], one.step, counted[1]))
-    name, carriers = _carriers(run, one.step, limits)
+        evidence.append(phrases.scalar(counted[0], spike.step, counted[1]))
+    name, carriers = _carriers(run, spike.step, limits)
     evidence += carriers
-    samples = samples_at(run, one.first, one.last)
+    samples = samples_at(run, spike.first, spike.last)
     evidence += samples.evidence
-    said = samples.said(one.step)
-    lasting = f" It lasts until step {one.last}." if one.last != one.step else ""
+    sample_text = samples.sentences(spike.step)
+    lasting = f" It lasts until step {spike.last}." if spike.last != spike.step else ""
     rank = f" One of {count} spikes in {recorded} recorded steps." if count > 1 else ""
     carried = f" `{name}` grew most." if name else ""
     worked = (
@@ -222,7 +222,7 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
     )
     claim = " and ".join(parts)
     titled = " and the ".join(
-        "gradient norm" if leap.name == "total_norm" else leap.name for leap, _ in one.peaks
+        "gradient norm" if leap.name == "total_norm" else leap.name for leap, _ in spike.peaks
     )
     clip = run.scalar("clip/limit").values
     if len(clip):
@@ -231,14 +231,14 @@ def _finding(run: Run, one: _Spike, count: int, recorded: int, limits: SpikeLimi
         less = "the learning rate or the limit of the clipping"
     else:
         less = "the learning rate or clip the gradient norm"
-    alone = [leap.name for leap, _ in one.peaks] == ["total_norm"]
+    alone = [leap.name for leap, _ in spike.peaks] == ["total_norm"]
     return Finding(
-        severity=Severity.INFO if alone and one.height < limits.spike_norm_hard else Severity.WARNING,
-        title=f"Spike in the {titled} at step {one.step}",
-        detail=f"{claim[0].upper()}{claim[1:]}.{lasting}{worked}{carried}{rank} {said}".rstrip(),
-        subject=Subject(parameter=name, module=phrases.modules_of(run).get(name or ""), step=one.step),
+        severity=Severity.INFO if alone and spike.height < limits.spike_norm_hard else Severity.WARNING,
+        title=f"Spike in the {titled} at step {spike.step}",
+        detail=f"{claim[0].upper()}{claim[1:]}.{lasting}{worked}{carried}{rank} {sample_text}".rstrip(),
+        subject=Subject(parameter=name, module=phrases.modules_of(run).get(name or ""), step=spike.step),
         evidence=tuple(evidence),
-        fix=_fix(one.step, int(batch.values[place[0]]) if len(place) else None, less, samples),
+        fix=_fix(spike.step, int(batch.values[place[0]]) if len(place) else None, less, samples),
         refuted_if=(
             "the norm and the loss rise steadily before the step (the run diverges), or the same batch gives "
             "normal values with earlier weights."

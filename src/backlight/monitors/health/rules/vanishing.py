@@ -71,25 +71,25 @@ def vanishing(run: Run, limits: VanishingLimits) -> Iterator[Finding]:
     start = ending(measured_SP, limits.vanishing_window)
     hits_TP = _hits(frame, measured_SP, slice(start, None), limits)
     shares_P = ending_share(hits_TP, measured_SP[start:], limits.vanishing_window)
-    found = np.flatnonzero((shares_P >= limits.vanishing_share) & (shares_P > 0))
-    if len(found) == 0:
+    columns = np.flatnonzero((shares_P >= limits.vanishing_share) & (shares_P > 0))
+    if len(columns) == 0:
         return
     values_TP, measured_TP = frame.values[start:], measured_SP[start:]
     alive_TP = np.where(measured_TP & (values_TP > 0), values_TP, np.nan)
     medians_P = ending_median(alive_TP, measured_TP, limits.vanishing_window)
     usual = float(finite_median(finite_median(alive_TP[-limits.vanishing_window :])))
     shapes = {p.name: p.shape for p in run.parameters()}
-    matrices = [i for i in found if len(shapes[frame.names[i]]) >= 2]
-    worst = int(min(matrices or found, key=lambda i: (medians_P[i], i)))
+    matrices = [i for i in columns if len(shapes[frame.names[i]]) >= 2]
+    worst = int(min(matrices or columns, key=lambda i: (medians_P[i], i)))
     name, size = frame.names[worst], float(medians_P[worst])
-    count, whole = len(found), int(measured_SP.any(axis=0).sum())
-    is_redundant = not matrices and all(medians_P[i] < ROUNDING_SHARE * usual for i in found)
+    count, whole = len(columns), int(measured_SP.any(axis=0).sum())
+    is_redundant = not matrices and all(medians_P[i] < ROUNDING_SHARE * usual for i in columns)
     if not matrices:
         severity, remark = Severity.INFO, "; all are vectors, which may have no effect by construction"
     else:
         severity = Severity.ERROR if count / whole > limits.vanishing_spread else Severity.WARNING
         remark = ""
-    rows = phrases.loudest(found.tolist(), lambda i: -float(medians_P[i]))
+    rows = phrases.loudest(columns.tolist(), lambda i: -float(medians_P[i]))
     evidence = []
     for row in rows:
         last = start + int(np.flatnonzero(hits_TP[:, row])[-1])
