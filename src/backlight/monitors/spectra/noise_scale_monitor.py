@@ -121,21 +121,21 @@ class NoiseScaleMonitor(Monitor):
         if not self._due:
             return
         self._due = False
-        found, reason = self._measurement, self._reason
+        measurement, reason = self._measurement, self._reason
         if self._microbatches.in_closure:
             reason = reason or "the optimizer evaluates a closure several times"
-        if found is None:
+        if measurement is None:
             reason = reason or "no forward pass of the watched model was observed before its backward pass"
         elif not self._finished:
             reason = reason or "no backward pass from one forward pass was observed"
         self._measurement = None
         self._layer_calls.restart(wanted=False)
-        if reason or found is None:
+        if reason or measurement is None:
             self._refuse(record.step, reason)
             return
         while len(self._pending) >= MAX_PENDING:
             del self._pending[next(iter(self._pending))]
-        self._pending[record.step] = found, self._names, self._seconds
+        self._pending[record.step] = measurement, self._names, self._seconds
 
     # The forward pass
 
@@ -225,23 +225,23 @@ class NoiseScaleMonitor(Monitor):
         if (pending := self._pending.pop(step.step, None)) is None:
             return
         measurement, names, seconds = pending
-        found = measurement.result(names)
-        if found.reason or found.model is None:
-            self._refuse(step.step, found.reason or _reasons(found.unmeasured))
+        noise = measurement.result(names)
+        if noise.reason or noise.model is None:
+            self._refuse(step.step, noise.reason or _reasons(noise.unmeasured))
             return
         scalars = step.scalars
-        scalars.update(_scalars("", found.model))
-        for layer, scale in found.layers.items():
+        scalars.update(_scalars("", noise.model))
+        for layer, scale in noise.layers.items():
             scalars.update(_scalars(f"/{layer}", scale))
-        scalars["noise_scale_covered"], scalars["noise_scale_samples"] = found.covered, float(found.samples)
+        scalars["noise_scale_covered"], scalars["noise_scale_samples"] = noise.covered, float(noise.samples)
         scalars["noise_scale_seconds"] = seconds
         payload = {
-            "samples": found.samples,
-            "covered": found.covered,
-            "shares": found.shares,
+            "samples": noise.samples,
+            "covered": noise.covered,
+            "shares": noise.shares,
             "unmeasured": [
                 {"parameter": name, "reason": reason, "share": share}
-                for name, (reason, share) in found.unmeasured.items()
+                for name, (reason, share) in noise.unmeasured.items()
             ],
         }
         self._run.recorder.event(step.step, EVENT, payload)
@@ -258,7 +258,7 @@ def _is_trained(layer: nn.Module) -> bool:
 
 
 def _reasons(unmeasured: dict[str, tuple[str, float]]) -> str:
-    name, (reason, _) = max(unmeasured.items(), key=lambda one: one[1][1])
+    name, (reason, _) = max(unmeasured.items(), key=lambda entry: entry[1][1])
     return f"no parameter could be measured; {name}: {reason}"
 
 

@@ -116,21 +116,21 @@ def thinned(amount: int, most: int) -> NDArray[np.int64]:
 
 def explorer(source: Source) -> tuple[dict[str, Any], list[str]]:
     """Return the tables of the layers as the drawer ``spectra`` takes them, and what was left out of them."""
-    remarks, found = [], spectra_of(source)
-    layers = [history.layer for history in found[:LAYERS]]
-    if len(layers) < len(found):
+    remarks, histories = [], spectra_of(source)
+    layers = [history.layer for history in histories[:LAYERS]]
+    if len(layers) < len(histories):
         remarks.append(
-            f"{len(found)} layers were measured; the {LAYERS} with the largest share of signal can be "
+            f"{len(histories)} layers were measured; the {LAYERS} with the largest share of signal can be "
             "chosen, and the export holds all."
         )
     width = max(min(layer.directions, DIRECTIONS) for layer in layers)
     each = max(2, NUMBERS // (len(layers) * width * (len(FIELDS) + len(VALUES))))
     tables = [(layer, tables_of(source.run, layer.parameter)) for layer in layers]
     packed = [_layer(layer, of, each) for layer, of in tables if of]
-    if any(one["of"] > len(one["steps"]) for one in packed):
-        most = max(one["of"] for one in packed)
+    if any(table["of"] > len(table["steps"]) for table in packed):
+        most = max(table["of"] for table in packed)
         remarks.append(f"Of up to {most:,} measured steps {each:,} are shown, evenly spread.")
-    if any(one["measured"] > len(one["directions"]) for one in packed):
+    if any(table["measured"] > len(table["directions"]) for table in packed):
         remarks.append(f"Of layers with more than {DIRECTIONS} directions the weaker ones are thinned out.")
     data = {"fields": FIELDS, "values": VALUES, "numbers": tuple(STORED_NUMBERS), "layers": packed}
     return data, remarks
@@ -196,14 +196,14 @@ def _spectrum(table: Table) -> Floats:
     return out
 
 
-def lines_over_steps(found: Sequence[LayerHistory], name: str) -> tuple[list[Line], list[str]]:
+def lines_over_steps(histories: Sequence[LayerHistory], name: str) -> tuple[list[Line], list[str]]:
     """Return a line for each of the layers with the largest signal share, and a remark on the others."""
-    known = [(history, values) for history in found if not np.isnan(values := history.values(name)).all()]
-    lines = [Line(visible(history.name), history.steps, values, gaps=True) for history, values in known]
+    drawn = [(history, values) for history in histories if not np.isnan(values := history.values(name)).all()]
+    lines = [Line(visible(history.name), history.steps, values, gaps=True) for history, values in drawn]
     remarks = []
-    if len(known) > LINES:
+    if len(drawn) > LINES:
         remarks.append(
-            f"{len(known):,} layers were measured; those {LINES} with the largest share of signal at the "
+            f"{len(drawn):,} layers were measured; those {LINES} with the largest share of signal at the "
             "last step are drawn."
         )
     return lines[:LINES], remarks
@@ -211,37 +211,37 @@ def lines_over_steps(found: Sequence[LayerHistory], name: str) -> tuple[list[Lin
 
 def summary(source: Source) -> Summary | None:
     """Return the summary of a run of which spectra were measured, and no gradients."""
-    found = spectra_of(source)
-    if source.run.has("gradient") or not found:
+    histories = spectra_of(source)
+    if source.run.has("gradient") or not histories:
         return None
-    layers, steps = count(len(found), "layer"), count(len(steps_of(found)), "step")
+    layers, steps = count(len(histories), "layer"), count(len(steps_of(histories)), "step")
     detail = f"Spectra of {layers} over replicates were measured at {steps}."
-    share = _median_of(found, "signal_share")
+    share = _median_of(histories, "signal_share")
     headline = f"Median signal share of {layers}: {share}" if share else ""
     return Summary(detail, _figures, headline=headline)
 
 
-def _median_of(found: Sequence[LayerHistory], name: str) -> str:
+def _median_of(histories: Sequence[LayerHistory], name: str) -> str:
     """Return the median over layers of a number at their last steps, empty where none has it."""
-    values = [one.last[name] for one in found if not math.isnan(one.last[name])]
+    values = [history.last[name] for history in histories if not math.isnan(history.last[name])]
     return number(median(values), 3) if values else ""
 
 
 def _figures(source: Source) -> Figures:
-    found = spectra_of(source)
-    last, steps = [history.last for history in found], steps_of(found)
-    fewest, most = min(one.replicates for one in last), max(one.replicates for one in last)
+    histories = spectra_of(source)
+    last, steps = [history.last for history in histories], steps_of(histories)
+    fewest, most = min(m.replicates for m in last), max(measurement.replicates for measurement in last)
     first_step, last_step = (number(int(steps[at])) for at in (0, -1))
     none = "not measured"
-    known = [one for one in found if not math.isnan(one.last["noise_scale"])]
-    scale = joint_noise_scale(known) if known else None
+    measured = [history for history in histories if not math.isnan(history.last["noise_scale"])]
+    scale = joint_noise_scale(measured) if measured else None
 
     replicates = number(most) if fewest == most else f"{number(fewest)} to {number(most)}"
     return (
         ("layers", number(len(last)), ""),
         ("steps", number(len(steps)), f"{first_step} to {last_step}"),
         ("replicates", replicates, "at the last step of each layer"),
-        ("signal share", _median_of(found, "signal_share") or none, "median of the layers"),
+        ("signal share", _median_of(histories, "signal_share") or none, "median of the layers"),
         (
             "noise scale",
             number(scale.value, 3) if scale else none,
@@ -301,29 +301,29 @@ def batch_of(source: Source) -> str:
     Only where the interval excludes the batch by a factor of :data:`FAR` is it said to be far from it.
     Replicates that were drawn at a checkpoint are no step's batch.
     """
-    found = spectra_of(source)
-    if source.run.events(CHECKPOINT) or not found:
+    histories = spectra_of(source)
+    if source.run.events(CHECKPOINT) or not histories:
         return ""
-    step = max(history.last.step for history in found)
-    at = [one for one in found if one.last.step == step and not math.isnan(one.last["noise_scale"])]
+    step = max(history.last.step for history in histories)
+    at = [h for h in histories if h.last.step == step and not math.isnan(h.last["noise_scale"])]
     if not at or math.isnan(at[0].last["batch"]):
         return ""
     batch, scale = at[0].last["batch"] * at[0].last.replicates, joint_noise_scale(at)
     layers = count(len(at), "measured layer")
     if math.isinf(scale.value):
         return f"The batch of {number(batch)} samples shows no signal in the gradient of {layers} together."
-    said = f"the interval does not exclude a batch within a factor of {FAR:g}"
+    comparison = f"the interval does not exclude a batch within a factor of {FAR:g}"
     if scale.interval.low > FAR * batch:
-        said = "most of each step is noise"
+        comparison = "most of each step is noise"
     elif scale.interval.high * FAR < batch:
-        said = "a smaller batch would give nearly the same steps"
+        comparison = "a smaller batch would give nearly the same steps"
     elif math.isnan(scale.interval.low):
-        said = "without an interval they are not compared"
+        comparison = "without an interval they are not compared"
     elif scale.interval.low <= batch <= scale.interval.high:
-        said = "within the interval"
+        comparison = "within the interval"
     return (
         f"The batch of {number(batch)} samples, at a noise scale of {number(scale.value, 3)} "
-        f"({bounds(*scale.interval)}) samples of the gradient of {layers} together: {said}."
+        f"({bounds(*scale.interval)}) samples of the gradient of {layers} together: {comparison}."
     )
 
 
@@ -338,11 +338,11 @@ def batch_of(source: Source) -> str:
 )
 def spectra_layers(source: Source) -> Drawn | NotMeasured:
     """List the layers, the one with the largest share of signal first."""
-    found = spectra_of(source)
-    if not found:
+    histories = spectra_of(source)
+    if not histories:
         return NotMeasured(source.reason("spectra", otherwise="No spectra were recorded."))
     rows, few, noise = [], 0, 0
-    for history in found[:MAX_LAYERS]:
+    for history in histories[:MAX_LAYERS]:
         last = history.last
         few += last.replicates < FEW_REPLICATES
         noise += last.identifiable == 0
@@ -353,8 +353,8 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
             shown[list(COLUMNS).index("Noise scale")] += f" ({within})"
         rows.append([visible(history.name), shape_of(history.layer), number(last.step), *shown])
     remarks = []
-    if len(found) > MAX_LAYERS:
-        remarks.append(f"{len(found):,} layers were measured; the first {MAX_LAYERS} are listed.")
+    if len(histories) > MAX_LAYERS:
+        remarks.append(f"{len(histories):,} layers were measured; the first {MAX_LAYERS} are listed.")
     if noise:
         remarks.append(
             f"In {noise} of {count(len(rows), 'layer')} no direction is found in one replicate: "
@@ -382,8 +382,8 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
 )
 def spectra(source: Source) -> Drawn | NotMeasured:
     """Return the tables of the layers, by signal share."""
-    found = spectra_of(source)
-    if not found:
+    histories = spectra_of(source)
+    if not histories:
         otherwise = 'No spectra recorded: watch(..., monitors=("spectra",)), or backlight spectra.'
         return NotMeasured(source.reason("spectra", otherwise=otherwise))
     data, remarks = explorer(source)
@@ -393,7 +393,7 @@ def spectra(source: Source) -> Drawn | NotMeasured:
     if without:
         reasons = sorted(set(without.values()))
         remarks.append(f"{count(len(without), 'parameter')} left out: {'; '.join(reasons[:3])}.")
-    facts = (Fact("layers", number(len(found))), Fact("steps", number(len(steps_of(found)))))
+    facts = (Fact("layers", number(len(histories))), Fact("steps", number(len(steps_of(histories)))))
     return Drawn("spectra", data, facts, tuple(remarks))
 
 
@@ -455,16 +455,16 @@ def noise_scale_of_steps(source: Source) -> Drawn | NotMeasured:
         ("Noise scale of the model", NOISE_SCALE),
         ("Noise scale of the layers", tuple((f"noise_scale/{layer}", visible(layer)) for layer in layers)),
     ):
-        found = [(label, source.run.scalar(name)) for name, label in metrics]
+        scalars = [(label, source.run.scalar(name)) for name, label in metrics]
         lines = [
-            Line(label, one.steps, np.where(np.isfinite(one.values), one.values, np.nan))
-            for label, one in found
+            Line(label, scalar.steps, np.where(np.isfinite(scalar.values), scalar.values, np.nan))
+            for label, scalar in scalars
         ]
         charts.append(chart(lines, Axis("samples", log=True), title=title))
     remarks = [
-        f"{visible(one['parameter'])} is not measured ({100 * one['share']:.0f} % of the squared norm): "
-        f"{visible(one['reason'])}."
-        for one in sorted(last["unmeasured"], key=lambda one: -one["share"])[:MAX_REMARKS]
+        f"{visible(entry['parameter'])} is not measured ({100 * entry['share']:.0f} % of the squared norm): "
+        f"{visible(entry['reason'])}."
+        for entry in sorted(last["unmeasured"], key=lambda parameter: -parameter["share"])[:MAX_REMARKS]
     ]
     facts = (Fact("samples", number(last["samples"])), Fact("measured steps", number(len(events))))
     return Drawn("lines", {"charts": charts}, facts, tuple(remarks))

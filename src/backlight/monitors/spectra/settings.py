@@ -122,10 +122,10 @@ class SpectraSettings(MonitorSettings):
         super().__post_init__()
         if self.split in {1, 2}:
             raise SettingError("spectra.split", f"{self.split}: expected 0, or 3 and more replicates")
-        for name, known in (("buffer", BUFFERS), ("ranks", RANKS)):
-            if getattr(self, name) not in known:
+        for name, choices in (("buffer", BUFFERS), ("ranks", RANKS)):
+            if getattr(self, name) not in choices:
                 raise SettingError(
-                    f"spectra.{name}", f"{getattr(self, name)!r}: expected one of {', '.join(known)}"
+                    f"spectra.{name}", f"{getattr(self, name)!r}: expected one of {', '.join(choices)}"
                 )
         for state in self.states:
             if state not in STATES:

@@ -243,8 +243,8 @@ def collect_groups(
     named: dict[int, tuple[str, torch.Tensor]] = {}
     position: dict[int, int] = {}
     rows: dict[str, list[int]] = {}
-    for group, members in groups.items():
-        parameters = _matching(group, members, model) if isinstance(members, str) else _named(members)
+    for group, selection in groups.items():
+        parameters = _matching(group, selection, model) if isinstance(selection, str) else _named(selection)
         if not parameters:
             raise ValueError(f"collect_groups: the group {group!r} is empty; expected at least one parameter")
         for name, tensor in parameters:

@@ -164,8 +164,8 @@ class LayerSelection:
 
     def parameters(self) -> dict[str, torch.Tensor]:
         """Return the captured parameters by name; SpectraError if any of the model is sharded."""
-        held = [] if self._table is None else self._table.tensors()
-        if any(local(tensor) is not tensor for tensor in held):
+        tensors = [] if self._table is None else self._table.tensors()
+        if any(local(tensor) is not tensor for tensor in tensors):
             # Their forward communicates: every rank would have to run the extra passes.
             raise SpectraError("parameters are sharded; accumulate instead")
         return {target.name: tensor for target, tensor in self._tensors()}
@@ -188,9 +188,9 @@ class LayerSelection:
         for optimizer in self._scope.optimizers():
             state = optimizer.state.get(parameter)
             for name in MOMENTA:
-                held = (state or {}).get(name)
-                if isinstance(held, torch.Tensor) and held.shape == parameter.shape:
-                    return held
+                momentum = (state or {}).get(name)
+                if isinstance(momentum, torch.Tensor) and momentum.shape == parameter.shape:
+                    return momentum
         return None
 
     def _tensors(self) -> Iterator[tuple[Target, torch.Tensor]]:

@@ -25,8 +25,8 @@ class Selection:
     left_out: Mapping[str, str]
 
 
-def matrices(name: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the parts ``given`` of a weight or its gradient as matrices ``[rows, columns]``, by name.
+def matrices(name: str, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the parts ``parts`` of a weight or its gradient as matrices ``[rows, columns]``, by name.
 
     Convolutions become outputs x everything else; parts with fewer than two dimensions are left out.
 
@@ -35,15 +35,15 @@ def matrices(name: str, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     SpectraError
         If a part is no tensor.
     """
-    found = {}
-    for part, values in given.items():
+    matrix_of = {}
+    for part, values in parts.items():
         if not isinstance(values, Tensor):
             raise SpectraError(
                 f"split({name!r}, …) gave {type(values).__name__} for {part!r}; expected a tensor"
             )
         if values.ndim >= 2 and values.numel():
-            found[part] = as_matrix(values, layer=part)
-    return found
+            matrix_of[part] = as_matrix(values, layer=part)
+    return matrix_of
 
 
 def select_layers(
@@ -65,7 +65,7 @@ def select_layers(
     SpectraError
         If a pattern matches nothing, two matrices have one name, or nothing is left to measure.
     """
-    found: dict[str, Layer] = {}
+    layers_of: dict[str, Layer] = {}
     left_out: dict[str, str] = {}
     for name, parameter in parameters:
         if not parameter.requires_grad:
@@ -73,30 +73,30 @@ def select_layers(
         elif parameter.ndim < 2:
             left_out[name] = "one dimension: it has no singular directions"
         else:
-            given = split(name, parameter.detach())
-            parts = matrices(name, given)
+            tensors = split(name, parameter.detach())
+            parts = matrices(name, tensors)
             for part, matrix in parts.items():
-                if part in found:
+                if part in layers_of:
                     raise SpectraError(
                         f"two matrices are called {part!r}; split must give each part its own name"
                     )
                 rows, columns = matrix.shape
-                found[part] = Layer(
+                layers_of[part] = Layer(
                     parameter=part,
                     layer=name.rpartition(".")[0],
-                    shape=tuple(given[part].shape),
+                    shape=tuple(tensors[part].shape),
                     split_of=name if part != name else "",
                     rows=rows,
                     columns=columns,
-                    index=len(found),
+                    index=len(layers_of),
                 )
-            for part in given:
+            for part in tensors:
                 if part not in parts:
                     left_out[part] = "no matrix: singular directions need two dimensions"
-    everything = tuple(found.values())
+    everything = tuple(layers_of.values())
     if not everything:
         raise SpectraError("the model has no parameter with two dimensions that needs a gradient")
-    wanted = _matched(everything, include, f"{prefix}include") if include else set(found)
+    wanted = _matched(everything, include, f"{prefix}include") if include else set(layers_of)
     unwanted = _matched(everything, exclude, f"{prefix}exclude")
     for layer in everything:
         if layer.parameter in unwanted:
@@ -113,12 +113,12 @@ def _matched(layers: Sequence[Layer], patterns: Sequence[str], option: str) -> s
     out: set[str] = set()
     for pattern in patterns:
         wanted = [part.strip() for part in pattern.split(",") if part.strip()]
-        found = {layer.parameter for layer in layers if any(_matches(part, layer) for part in wanted)}
-        if not found:
-            known = sorted({name for layer in layers for name in _names(layer)})
-            hint = did_you_mean(wanted[0].strip("*.") if wanted else "", known)
+        matches = {layer.parameter for layer in layers if any(_matches(part, layer) for part in wanted)}
+        if not matches:
+            names = sorted({name for layer in layers for name in _names(layer)})
+            hint = did_you_mean(wanted[0].strip("*.") if wanted else "", names)
             raise SpectraError(f"{option} {pattern!r} matches none of {len(layers)} matrices{hint}")
-        out |= found
+        out |= matches
     return out
 
 

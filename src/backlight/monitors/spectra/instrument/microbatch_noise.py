@@ -92,7 +92,7 @@ class MicrobatchMeasurement:
         self.reason = ""
         self._uses: dict[int, list[Factors]] = {}
         self._skipped: dict[int, str] = {}
-        self._found: dict[int, Pending] = {}
+        self._pending: dict[int, Pending] = {}
 
     def skip(self, layer: nn.Module, reason: str) -> None:
         """Leave out the parameters of a layer."""
@@ -107,8 +107,8 @@ class MicrobatchMeasurement:
         kernel = kernel_of(layer)
         inner = x.shape[1 : _features_from(layer, x)]
         if kernel is None or x.shape[:1] != (self.samples,) or delta.shape[:1] != (self.samples,):
-            found = f"its input {list(x.shape)} has not the {self.samples} samples along its first dimension"
-            self.skip(layer, found)
+            reason = f"its input {list(x.shape)} has not the {self.samples} samples along its first dimension"
+            self.skip(layer, reason)
         elif self.samples in inner:
             self.reason = (
                 f"the input {list(x.shape)} of a {type(layer).__name__} has another dimension of "
@@ -129,9 +129,9 @@ class MicrobatchMeasurement:
         if gradient.is_complex():
             gradient = torch.view_as_real(gradient)
         pending = Pending(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
-        if key in self._found:
+        if key in self._pending:
             pending.reason = "its gradient arrived in parts"
-            pending.gradient = pending.gradient + self._found[key].gradient
+            pending.gradient = pending.gradient + self._pending[key].gradient
         elif reason or not uses:
             pending.reason = reason or UNKNOWN
         else:
@@ -144,7 +144,7 @@ class MicrobatchMeasurement:
                 norm = pending.gradient.sqrt()
                 pending.squares, pending.products = K.diagonal().clone(), K.sum(1)
                 pending.slack = 16 * eps * (torch.linalg.vector_norm(K, 1) + (summands + norm) * norm)
-        self._found[key] = pending
+        self._pending[key] = pending
 
     def release(self) -> None:
         """Drop what belongs to parameters without a gradient: the backward is over."""
@@ -153,24 +153,24 @@ class MicrobatchMeasurement:
     def result(self, names: Mapping[int, str]) -> MicrobatchNoise:
         """Return the noise scales, with the names of parameters by key; waits for the device."""
         out = MicrobatchNoise(self.samples, reason=self.reason)
-        total = sum(float(one.gradient) for one in self._found.values())
-        if not self._found and not out.reason:
+        total = sum(float(pending.gradient) for pending in self._pending.values())
+        if not self._pending and not out.reason:
             out.reason = "no gradient of a watched parameter was observed in the backward pass"
         if not math.isfinite(total) and not out.reason:
             out.reason = "its gradient holds NaN or infinite values"
         if out.reason:
             return out
         layers: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for key, one in self._found.items():
-            name, share = names[key], float(one.gradient) / total if total else 0.0
-            if one.squares is None or one.products is None or one.slack is None:
-                out.unmeasured[name] = one.reason, share
-            elif not abs(float(one.products.sum()) - float(one.gradient)) <= float(one.slack) < math.inf:
+        for key, p in self._pending.items():
+            name, share = names[key], float(p.gradient) / total if total else 0.0
+            if p.squares is None or p.products is None or p.slack is None:
+                out.unmeasured[name] = p.reason, share
+            elif not abs(float(p.products.sum()) - float(p.gradient)) <= float(p.slack) < math.inf:
                 reason = "the calls of its layers do not add up to its gradient: a use escaped, or a hook"
                 out.unmeasured[name] = f"{reason} changes it", share
             else:
                 layer = name.rpartition(".")[0] or name
-                layers.setdefault(layer, []).append((one.squares.cpu(), one.products.cpu()))
+                layers.setdefault(layer, []).append((p.squares.cpu(), p.products.cpu()))
                 out.shares[layer] = out.shares.get(layer, 0.0) + share
         out.covered = sum(out.shares.values())
         out.layers = {layer: self._scale(parts) for layer, parts in layers.items()}

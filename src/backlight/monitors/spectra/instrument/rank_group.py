@@ -60,9 +60,9 @@ class RankGroup:
     def raise_first(self, problem: tuple[Any, Exception] | None) -> None:
         """Raise the SpectraError of the first position on every rank if any has a problem."""
         reported = None if problem is None else (problem[0], _text(problem[1]))
-        found = [one for one in self.all_gather(reported) if one is not None]
-        if found:
-            raise SpectraError(min(found)[1]) from (None if problem is None else problem[1])
+        problems = [entry for entry in self.all_gather(reported) if entry is not None]
+        if problems:
+            raise SpectraError(min(problems)[1]) from (None if problem is None else problem[1])
 
     def run(self, work: Callable[[], T], position: Any = ()) -> T:
         """Return the result of ``work`` here once it has succeeded on every rank; else raise on all."""
@@ -80,7 +80,7 @@ class RankGroup:
     def gather_at(
         self,
         owner: int,
-        held: Sequence[Tensor],
+        replicates: Sequence[Tensor],
         sources: Sequence[int],
         *,
         shape: Sequence[int],
@@ -89,12 +89,12 @@ class RankGroup:
     ) -> list[Tensor]:
         """Return all replicates on the host of the rank ``owner``, none on others; sent in bounded chunks.
 
-        ``held`` are those of this rank in order, ``sources`` the rank of each replicate.
+        ``replicates`` are those of this rank in order, ``sources`` the rank of each replicate.
         """
-        own, out = iter(held), []
+        local_replicates, out = iter(replicates), []
         for source in sources:
             if source == self.rank:
-                tensor = next(own).to("cpu").contiguous()
+                tensor = next(local_replicates).to("cpu").contiguous()
                 if owner == self.rank:
                     out.append(tensor)
                     continue

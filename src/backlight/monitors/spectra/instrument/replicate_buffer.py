@@ -30,10 +30,10 @@ class Target:
 
 def fitting(targets: Sequence[Target], copies: int, budget: int) -> tuple[Target, ...]:
     """Return the targets of which so many copies fit into the budget, the largest first."""
-    chosen, held = [], 0
+    chosen, size = [], 0
     for target in sorted(targets, key=lambda t: (-t.size, t.key)):
-        if held + copies * target.size <= budget:
-            held += copies * target.size
+        if size + copies * target.size <= budget:
+            size += copies * target.size
             chosen.append(target)
     return tuple(chosen)
 
@@ -123,18 +123,18 @@ class ReplicateBuffer:
 
     def end(self, *, complete: bool, samples: int | None) -> None:
         """Close a replicate; that of a backward that raised is discarded."""
-        held, self._open = self._open, {}
+        gradients, self._open = self._open, {}
         if not complete:
             self.failed += 1
-        elif held:
-            self._complete.append(held)
+        elif gradients:
+            self._complete.append(gradients)
             self.samples.append(samples)
 
     def captured(self, step: int) -> CapturedStep:
         """Return the replicates of a step, without parameters that some of the replicates lack."""
         out = CapturedStep(step, samples=list(self.samples), dropped=self.dropped)
         for key, target in self._targets.items():
-            replicates = [one[key] for one in self._complete if key in one]
+            replicates = [replicate[key] for replicate in self._complete if key in replicate]
             if len(replicates) == len(self._complete):
                 out.replicates[target.name] = replicates
             else:

@@ -57,8 +57,8 @@ def differentiate(
                         "the loss of samples=(loss_fn, batch) has no graph; it must be computed from "
                         "the parameters"
                     )
-                found = torch.autograd.grad(value, inputs, allow_unused=True)
-                on_gradients({name: g for name, g in zip(names, found, strict=True) if g is not None})
+                grads = torch.autograd.grad(value, inputs, allow_unused=True)
+                on_gradients({name: g for name, g in zip(names, grads, strict=True) if g is not None})
     finally:
         random.setstate(states[0])
         np.random.set_state(states[1])
@@ -101,15 +101,15 @@ def gradients(
                     "parameters, without detach() or no_grad()"
                 )
             value.backward()  # type: ignore[no-untyped-call]  # torch's
-        found: dict[str, Tensor] = {}
+        gradients_of: dict[str, Tensor] = {}
         for name, parameter in model.named_parameters():
             if name in needed:
-                found |= _take_gradient(name, parameter, split, wanted, replicate)
+                gradients_of |= _take_gradient(name, parameter, split, wanted, replicate)
     finally:
         for handle in handles:
             handle.remove()
         model.zero_grad(set_to_none=True)
-    return found
+    return gradients_of
 
 
 def _take_gradient(

@@ -218,17 +218,17 @@ class ReplicateMonitor(Monitor):
         if self._run.samples is None:
             raise ValueError("watch was given no samples=(loss_fn, batch)")
         model, leaves = self._selection.unwrapped_model(), self._selection.parameters()
-        loss, given = self._run.samples[:2]
-        batch: Any = given() if callable(given) else given
+        loss, batch_source = self._run.samples[:2]
+        batch: Any = batch_source() if callable(batch_source) else batch_source
         parts = split(batch, self._options.split)
         targets = self._selection.captured
         replicates = ReplicateBuffer(targets, self._options.memory, len(parts), self._options.buffer)
         samples = samples_of(parts[0])
         keys = {target.name: target.key for target in targets}
 
-        def add(found: dict[str, torch.Tensor]) -> None:
+        def add(gradients: dict[str, torch.Tensor]) -> None:
             if replicates.begin():
-                for name, gradient in found.items():
+                for name, gradient in gradients.items():
                     replicates.add(keys[name], gradient)
                 replicates.end(complete=True, samples=samples)
 

@@ -83,7 +83,7 @@ class StepMeasurement:
     def measure(self, captured: CapturedStep, targets: Sequence[Target]) -> StepReport:
         """Measure a captured step; failures of a layer are in the report, nothing is raised for them."""
         began, cpu = clock.perf_counter(), clock.thread_time()
-        held, report = captured.size, StepReport()
+        size, report = captured.size, StepReport()
         for event in captured.copies_done:
             GATE.wait(event)
         scale = captured.loss_scale
@@ -106,7 +106,7 @@ class StepMeasurement:
             {
                 "seconds": clock.perf_counter() - began,
                 "processor_seconds": clock.thread_time() - cpu,
-                "bytes": held,
+                "bytes": size,
                 "replicates": len(captured.samples),
                 "not_kept": captured.dropped,
                 "layers": report.measured,
@@ -145,9 +145,9 @@ class StepMeasurement:
                     if is_interrupt(error):
                         raise
                     report.add(name, _reason(error))
-            known = {f"{PREFIX}/{name}/stable_rank_{of}": v for of, v in ranks.items() if v is not None}
-            if known:
-                self._writer.scalars(captured.step, known)
+            scalars = {f"{PREFIX}/{name}/stable_rank_{of}": v for of, v in ranks.items() if v is not None}
+            if scalars:
+                self._writer.scalars(captured.step, scalars)
 
     def _matrices(self, target: Target, tensor: Tensor) -> dict[str, Tensor]:
         return matrices(target.name, self._options.parts(target.name, tensor))
@@ -215,10 +215,10 @@ def why_no_echo(captured: CapturedStep, min_replicates: int = MIN_REPLICATES) ->
             "microbatch (spectra={'split': 8} with samples=(loss_fn, batch)), or exchange those of all ranks "
             "(spectra={'exchange': True})"
         )
-    known = sorted({n for n in captured.samples if n is not None})
-    if len(known) > 1:
+    sizes = sorted({n for n in captured.samples if n is not None})
+    if len(sizes) > 1:
         return (
-            f"microbatches of {', '.join(map(str, known))} samples: replicates must be of one size; "
+            f"microbatches of {', '.join(map(str, sizes))} samples: replicates must be of one size; "
             "drop the last, shorter one (drop_last=True of the DataLoader)"
         )
     return ""
@@ -297,11 +297,11 @@ def owners(targets: Sequence[Target], ranks: int) -> dict[str, int]:
 
 def agreed_owners(offers: Sequence[Offer]) -> dict[str, int]:
     """Return the rank that measures each parameter that any rank has: the lowest rank decides."""
-    found: dict[str, int] = {}
+    owners: dict[str, int] = {}
     for offer in offers:
         for name, owner in offer.owners.items():
-            found.setdefault(name, owner)
-    return found
+            owners.setdefault(name, owner)
+    return owners
 
 
 def common_parameters(
@@ -336,7 +336,7 @@ def offer_of(captured: CapturedStep, owner_of: Mapping[str, int], reason: str) -
     )
 
 
-def exchange(group: RankGroup, captured: CapturedStep, own: Offer, budget: int) -> dict[str, str]:
+def exchange(group: RankGroup, captured: CapturedStep, offer: Offer, budget: int) -> dict[str, str]:
     """Send the replicates of each parameter to its owner; return what no rank measures, with the reason.
 
     Every rank calls this for every chosen step, also where it has nothing, and gets the same result; what
@@ -347,7 +347,7 @@ def exchange(group: RankGroup, captured: CapturedStep, own: Offer, budget: int) 
     SpectraError
         If the ranks are not at the same step.
     """
-    offers = group.all_gather(own)
+    offers = group.all_gather(offer)
     steps = sorted({offer.step for offer in offers})
     if len(steps) > 1:
         raise SpectraError(f"the ranks are at different steps: {', '.join(map(str, steps))}")
@@ -370,9 +370,9 @@ def exchange(group: RankGroup, captured: CapturedStep, own: Offer, budget: int) 
             dropped[name] = f"the replicates of all ranks do not fit into spectra.memory of rank {owner}"
             continue
         received[owner] += size
-        held = captured.replicates.pop(name)
+        replicates = captured.replicates.pop(name)
         sources = [rank for rank, count in enumerate(counts) for _ in range(count)]
-        gathered = group.gather_at(owner, held, sources, shape=shape, dtype=dtype)
+        gathered = group.gather_at(owner, replicates, sources, shape=shape, dtype=dtype)
         if owner == group.rank:
             captured.replicates[name] = gathered
     for name in dropped:
@@ -396,7 +396,7 @@ class WorkerThread:
         self._options, self._results, self._notifier = options, results, notifier
         self._group = group
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._pending = self._held = 0
+        self._pending = self._held_bytes = 0
         self._lock = threading.Lock()
         self._stopping = False
         self._measurement = StepMeasurement(options, results, lambda: self._stopping)
@@ -405,8 +405,8 @@ class WorkerThread:
     def busy(self, size: int) -> bool:
         """Return whether a step of so many bytes must be skipped while earlier ones are measured."""
         with self._lock:
-            waiting, held = self._pending, self._held
-        return waiting >= MAX_BACKLOG_STEPS or (waiting > 0 and held + size > self._options.memory)
+            waiting, in_use = self._pending, self._held_bytes
+        return waiting >= MAX_BACKLOG_STEPS or (waiting > 0 and in_use + size > self._options.memory)
 
     def start(self) -> None:
         """Start the thread."""
@@ -420,7 +420,7 @@ class WorkerThread:
         size = captured.size
         with self._lock:
             self._pending += 1
-            self._held += size
+            self._held_bytes += size
         self._jobs.put(_Job(captured, mine, dict(targets.owner_of), size))
 
     def stop(self, timeout_s: float) -> None:
@@ -448,7 +448,7 @@ class WorkerThread:
                 self._notifier.trouble(error, f"spectra of step {job.captured.step}")
             with self._lock:
                 self._pending -= 1
-                self._held -= job.size
+                self._held_bytes -= job.size
 
     def _step(self, job: _Job) -> None:
         captured = job.captured
@@ -466,7 +466,7 @@ class WorkerThread:
             GATE.wait(event)
         try:
             mine = offer_of(captured, job.owner_of, why_no_echo(captured, min_replicates=1))
-            found = exchange(group, captured, mine, self._options.memory // 2)
+            unmeasured = exchange(group, captured, mine, self._options.memory // 2)
         except Exception as error:  # noqa: BLE001 - the other steps can still be measured
             # A rank that timed out cannot take part again: the others may be at any step.
             self._group = None
@@ -474,7 +474,7 @@ class WorkerThread:
             captured.reason = "the exchange with the other ranks failed"
             return {}
         captured.lacking.clear()  # reported by the exchange, the same on all ranks
-        return found
+        return unmeasured
 
     def _report(self, step: int, report: StepReport) -> None:
         for reason, parameters in report.unmeasured.items():

@@ -57,17 +57,17 @@ class LayerHistory:
     @property
     def steps(self) -> NDArray[np.int64]:
         """Steps at which the layer was measured, ascending."""
-        return np.array([one.step for one in self.measured], np.int64)
+        return np.array([entry.step for entry in self.measured], np.int64)
 
     def values(self, name: str) -> NDArray[np.float64]:
         """Return a number of the layer at each of the steps."""
-        return np.array([one[name] for one in self.measured], np.float64)
+        return np.array([entry[name] for entry in self.measured], np.float64)
 
 
 def layer_histories(run: Run) -> tuple[LayerHistory, ...]:
     """Return the layers that were measured at least once, in the order of the model."""
-    found = (LayerHistory(layer, measurements(run, layer.parameter)) for layer in layers(run))
-    return tuple(history for history in found if history.measured)
+    histories = (LayerHistory(layer, measurements(run, layer.parameter)) for layer in layers(run))
+    return tuple(history for history in histories if history.measured)
 
 
 def joint_noise_scale(histories: Sequence[LayerHistory]) -> NoiseScale:
@@ -78,9 +78,9 @@ def joint_noise_scale(histories: Sequence[LayerHistory]) -> NoiseScale:
     value without an interval.
     """
     last = [history.last for history in histories]
-    alike = len({(one["batch"], len(one.squares), one.step) for one in last}) == 1
+    alike = len({(m["batch"], len(m.squares), m.step) for m in last}) == 1
     if alike and len(last[0].squares) > 1:
-        squares, products = (np.sum([getattr(one, of) for one in last], axis=0) for of in _MOMENTS)
+        squares, products = (np.sum([getattr(m, of) for m in last], axis=0) for of in _MOMENTS)
         return noise_scale(squares, products, last[0]["batch"])
     noise = signal = 0.0
     for history in histories:
