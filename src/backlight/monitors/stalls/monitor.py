@@ -218,17 +218,17 @@ class StallMonitor(Monitor):
         ids = [bucket for model in wrappers(roots) for bucket in assignment(model).ids]
         buckets = [[rows[key] for key in bucket if key in rows] for bucket in ids]
         modules = dict.fromkeys(module for root in roots for module in root.modules())
-        held = [group for module in modules for group in sharding.groups(module)]
-        groups = [group for group in held if all(id(one.sharded_param) in rows for one in group)]
-        found: dict[str, list[Any]] = {
+        groups_of = [group for module in modules for group in sharding.groups(module)]
+        groups = [group for group in groups_of if all(id(handle.sharded_param) in rows for handle in group)]
+        document: dict[str, list[Any]] = {
             "rows": buckets,
             "numels": [sum(tensors[row].numel() for row in bucket) for bucket in buckets],
-            "shard_rows": [[rows[id(one.sharded_param)] for one in group] for group in groups],
-            "shard_numels": [sum(one.padded_sharded_param_size.numel() for one in g) for g in groups],
+            "shard_rows": [[rows[id(handle.sharded_param)] for handle in group] for group in groups],
+            "shard_numels": [sum(handle.padded_sharded_param_size.numel() for handle in g) for g in groups],
         }
-        if found != self._buckets:
-            self._buckets = found
-            self._write("buckets", found)
+        if document != self._buckets:
+            self._buckets = document
+            self._write("buckets", document)
         return True
 
     def _store_group(self, key: int, ranks: list[int]) -> None:

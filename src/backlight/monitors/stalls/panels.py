@@ -18,10 +18,10 @@ from backlight.text import visible
 )
 def evidence(source: Source) -> Drawn | NotMeasured:
     """Show the files that diagnoses cite, and what could not be collected."""
-    found = collected(source)
-    if not found.files and not found.missing:
+    texts = collected(source)
+    if not texts.files and not texts.missing:
         return NotMeasured("No stall was diagnosed.")
-    missing = [{"rank": rank, "reason": reason} for rank, reason in found.missing]
-    remarks = (f"{found.more} more files are in the run directory.",) if found.more else ()
-    files = [{"path": visible(path), "text": text} for path, text in found.files]
+    missing = [{"rank": rank, "reason": reason} for rank, reason in texts.missing]
+    remarks = (f"{texts.more} more files are in the run directory.",) if texts.more else ()
+    files = [{"path": visible(path), "text": text} for path, text in texts.files]
     return Drawn("dumps", {"files": files, "missing": missing}, (), remarks)

@@ -17,7 +17,7 @@ VARIABLE = "BACKLIGHT_TRACE"
 
 
 def traced_kinds(
-    given: str | tuple[str, ...] | None = None, environment: Mapping[str, str] = os.environ
+    option: str | tuple[str, ...] | None = None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
     """Return what to trace, as given, else by the environment variable.
 
@@ -27,10 +27,10 @@ def traced_kinds(
         If a kind is unknown.
     """
     source = "stalls.trace"
-    if given is None:
-        given, source = environment.get(VARIABLE, ""), VARIABLE
+    if option is None:
+        option, source = environment.get(VARIABLE, ""), VARIABLE
     kinds = (
-        tuple(k.strip() for k in given.split(",") if k.strip()) if isinstance(given, str) else tuple(given)
+        tuple(k.strip() for k in option.split(",") if k.strip()) if isinstance(option, str) else tuple(option)
     )
     for kind in kinds:
         if kind not in KINDS:

@@ -41,7 +41,7 @@ class Tracer(Listener):
         self._hooked: dict[int, weakref.ref[Any]] = {}
         self._names: dict[int, str] = {}
         self._modules: dict[int, str] = {}
-        self._known = -1
+        self._changes = -1
         self._num_calls = 0
         self._begin = 0.0
         self._arrived = 0
@@ -102,8 +102,8 @@ class Tracer(Listener):
             self._line("torch.autograd.grad ends", "grad_end")
 
     def _start_pass(self, text: str, what: str) -> None:
-        if self._known != HUB.seen.changes:
-            self._known = HUB.seen.changes
+        if self._changes != HUB.seen.changes:
+            self._changes = HUB.seen.changes
             self._attach()
         self._begin = clock.perf_counter()
         self._line(text, what)
@@ -124,8 +124,8 @@ class Tracer(Listener):
             if not (parameter.requires_grad and parameter.is_leaf):
                 continue
             self._names[id(parameter)] = candidate.name
-            known = self._hooked.get(id(parameter))
-            if known is None or known() is not parameter:
+            hooked = self._hooked.get(id(parameter))
+            if hooked is None or hooked() is not parameter:
                 self._hooked[id(parameter)] = weakref.ref(parameter)
                 tensor: Any = parameter
                 self._handles.append(tensor.register_post_accumulate_grad_hook(self._arrive))
@@ -181,17 +181,17 @@ class Tracer(Listener):
         alive = {id(m): m for root in HUB.seen.roots() for m in root.modules()}
         self._assignments = []
         for model in wrappers(alive.values()):
-            found = assignment(model)
-            self._assignments.append(found)
+            assigned = assignment(model)
+            self._assignments.append(assigned)
             number = len(self._assignments) - 1
-            if self._reported.get(id(model)) != found:
-                self._reported[id(model)] = found
-                note = f" ({found.note})" if found.note else ""
+            if self._reported.get(id(model)) != assigned:
+                self._reported[id(model)] = assigned
+                note = f" ({assigned.note})" if assigned.note else ""
                 self._line(
-                    f"{found.model}: {len(found.buckets)} buckets{note}", "assignment",
-                    model=found.model, buckets=[list(b) for b in found.buckets], note=found.note,
+                    f"{assigned.model}: {len(assigned.buckets)} buckets{note}", "assignment",
+                    model=assigned.model, buckets=[list(b) for b in assigned.buckets], note=assigned.note,
                 )  # fmt: skip
-            for bucket, ids in enumerate(found.ids):
+            for bucket, ids in enumerate(assigned.ids):
                 self._missing[number, bucket] = set(ids)
                 for key in ids:
                     self._bucket_of[key] = (number, bucket)
@@ -205,15 +205,15 @@ class Tracer(Listener):
         missing.discard(key)
         if missing:
             return
-        found = self._assignments[number]
-        names = found.buckets[bucket]
+        assigned = self._assignments[number]
+        names = assigned.buckets[bucket]
         span = names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-        count = f"{bucket + 1}/{len(found.buckets)}"
-        then = "its all-reduce starts" if found.reduced else "not reduced (no_sync)"
+        count = f"{bucket + 1}/{len(assigned.buckets)}"
+        then = "its all-reduce starts" if assigned.reduced else "not reduced (no_sync)"
         noun = "gradient" if len(names) == 1 else "gradients"
         self._line(
             f"bucket {count} has its {len(names)} {noun} ({span}); {then}",
-            "bucket", bucket=bucket, model=found.model, parameters=list(names), reduced=found.reduced,
+            "bucket", bucket=bucket, model=assigned.model, parameters=list(names), reduced=assigned.reduced,
         )  # fmt: skip
 
 

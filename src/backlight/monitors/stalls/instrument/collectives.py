@@ -108,8 +108,8 @@ class Collectives:
             if getattr(here, "deep", False) or torch.compiler.is_compiling() or not dist.is_initialized():
                 return original(*args, **kwargs)
             blocking = not _argument("async_op", async_at, args, kwargs)
-            given = {**usual, **dict(zip(parameters, args, strict=False)), **kwargs}
-            index = self._enter(name, _argument("group", group_at, args, kwargs), given, blocking=blocking)
+            bound = {**usual, **dict(zip(parameters, args, strict=False)), **kwargs}
+            index = self._enter(name, _argument("group", group_at, args, kwargs), bound, blocking=blocking)
             number = self._shared_state.slots[Slot.COLLECTIVES] - 1
             here.deep = failed = True
             try:
@@ -125,16 +125,16 @@ class Collectives:
 
         return call
 
-    def _enter(self, name: str, group: Any, given: dict[str, Any], *, blocking: bool) -> int | None:
+    def _enter(self, name: str, group: Any, call_args: dict[str, Any], *, blocking: bool) -> int | None:
         try:
             key = self._group(group)
             if name == "recv":  # between two ranks: no number is shared
                 key = zlib.crc32(f"recv {dist.get_rank()} {key}".encode())
             number = self._numbers[key] = self._numbers.get(key, 0) + 1
             compared = _SAME.get(name)
-            same = [_described(v for k, v in given.items() if compared is None or k in compared)]
-            same += [f"{given.get('op')} {_root(given, group)}"]
-            text = f"{name}({_described(given.values())})"
+            same = [_described(v for k, v in call_args.items() if compared is None or k in compared)]
+            same += [f"{call_args.get('op')} {_root(call_args, group)}"]
+            text = f"{name}({_described(call_args.values())})"
             self._shared_state.slots[Slot.DISTRIBUTED] = 1
             return self._shared_state.enter_collective(
                 key,
@@ -173,14 +173,14 @@ def _argument(name: str, at: int, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args[at] if 0 <= at < len(args) else None
 
 
-def _root(given: dict[str, Any], group: Any) -> int | None:
+def _root(call_args: dict[str, Any], group: Any) -> int | None:
     """Return the rank, among all, from or to which a call goes, None where it has none."""
     for name in ("src", "dst"):
-        if given.get(name) is not None:
-            return int(given[name])
-        if given.get(f"group_{name}") is not None:
+        if call_args.get(name) is not None:
+            return int(call_args[name])
+        if call_args.get(f"group_{name}") is not None:
             member: Any = group or dist.group.WORLD
-            return dist.get_global_rank(member, int(given[f"group_{name}"]))
+            return dist.get_global_rank(member, int(call_args[f"group_{name}"]))
     return None
 
 
@@ -288,8 +288,8 @@ def _add_frames(entries: list[dict[str, Any]]) -> None:
     for name in _PICKLES:
         dump = getattr(getattr(torch._C, "_distributed_c10d", None), name, None)
         try:
-            found = pickle.loads(dump(True, True, True)) if dump is not None else {}  # of this process
-            frames |= {(e["record_id"], e["time_created_ns"]): e["frames"] for e in found.get("entries", ())}
+            dumped = pickle.loads(dump(True, True, True)) if dump is not None else {}  # of this process
+            frames |= {(e["record_id"], e["time_created_ns"]): e["frames"] for e in dumped.get("entries", ())}
         except (RuntimeError, TypeError, ValueError, KeyError, pickle.UnpicklingError):
             continue
     for entry in entries:
@@ -302,10 +302,10 @@ def _groups(distributed: Any) -> dict[str, list[int]]:
     """Return the ranks of each process group by its name, which dumps do not hold for every backend."""
     world = getattr(distributed.distributed_c10d, "_world", None)
     groups = list(getattr(world, "pg_map", ())) or [distributed.group.WORLD]
-    found = {}
+    ranks_of = {}
     for group in groups:
         try:
-            found[str(group.group_name)] = list(map(int, distributed.get_process_group_ranks(group)))
+            ranks_of[str(group.group_name)] = list(map(int, distributed.get_process_group_ranks(group)))
         except (RuntimeError, ValueError, KeyError, AttributeError):
             continue
-    return found
+    return ranks_of

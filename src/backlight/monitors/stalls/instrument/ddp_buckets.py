@@ -81,12 +81,12 @@ def _first(
     sizes = [int(size) for size in str(data.get("bucket_sizes", "")).split(",") if size.strip()]
     if len(sizes) == 1:
         return [list(range(len(parameters)))]
-    found = _spread(model, parameters, sparse, None)
-    if found is None:
+    buckets = _spread(model, parameters, sparse, None)
+    if buckets is None:
         return None
     weights = [p.numel() * p.element_size() for p in parameters]
-    found_sizes = sorted(sum(weights[i] for i in bucket) for bucket in found)
-    return found[::-1] if found_sizes == sorted(sizes) else None
+    found_sizes = sorted(sum(weights[i] for i in bucket) for bucket in buckets)
+    return buckets[::-1] if found_sizes == sorted(sizes) else None
 
 
 def _spread(
@@ -99,11 +99,11 @@ def _spread(
         first = int(dist._DEFAULT_FIRST_BUCKET_BYTES) if model.bucket_bytes_cap_default else cap
         limits = list(getattr(model, "bucket_bytes_cap_list", ())) or ([first, cap] if first < cap else [cap])
         if order is None:
-            found, _ = dist._compute_bucket_assignment_by_size(parameters, limits, sparse)
+            buckets, _ = dist._compute_bucket_assignment_by_size(parameters, limits, sparse)
         else:
             ordered = [parameters[i] for i in order]
             rows = [sparse[i] for i in order]
-            found, _ = dist._compute_bucket_assignment_by_size(ordered, limits, rows, order)
+            buckets, _ = dist._compute_bucket_assignment_by_size(ordered, limits, rows, order)
     except (AttributeError, RuntimeError, TypeError, KeyError):
         return None
-    return [list(bucket) for bucket in found]
+    return [list(bucket) for bucket in buckets]

@@ -169,16 +169,16 @@ class StackSampler:
 
     def _write_graph_build(self, ident: int) -> None:
         """Write how the graph of the current backward pass was built, where that is new."""
-        found = self._heartbeat.position.graph_build()
-        if len(found.samples) != self._num_written:
-            self._num_written = len(found.samples)
+        build = self._heartbeat.position.graph_build()
+        if len(build.samples) != self._num_written:
+            self._num_written = len(build.samples)
             engine = None
             with no_collection():
                 for frame in _outwards(sys._current_frames().get(ident)):
                     if frame.f_code.co_name.endswith("_engine_run_backward"):
                         engine = frame  # the outermost: what lies inside may be recomputation
                 caller = user_frames(engine)
-            write_document(self._graph_build, asdict(replace(found, caller=caller)))
+            write_document(self._graph_build, asdict(replace(build, caller=caller)))
 
 
 @contextmanager
@@ -213,19 +213,19 @@ def user_frames(frame: FrameType | None) -> tuple[Frame, ...]:
     """Return the frames of the user's code, innermost first; those of libraries between them are left out."""
     inside = takewhile(lambda f: not is_launcher(f.f_code.co_filename), _outwards(frame))
     near = islice(inside, 2 * MAX_FRAMES)
-    found = (_frame(f) for f in near if is_user_code(f.f_code.co_filename))
-    return tuple(islice(found, MAX_USER_FRAMES))
+    frames = (_frame(f) for f in near if is_user_code(f.f_code.co_filename))
+    return tuple(islice(frames, MAX_USER_FRAMES))
 
 
 def take_sample(now: int, probed: int = 0) -> StackSample:
     """Return the Python stacks of all other threads; of thread ``probed``, also whether it runs Python."""
-    own = {threading.get_ident(), *own_threads()}
+    skipped = {threading.get_ident(), *own_threads()}
     names = {t.ident: (t.name, t.native_id) for t in threading.enumerate()}
     threads = []
     with no_collection():
         for ident, frame in list(sys._current_frames().items())[:MAX_THREADS]:
             name, tid = names.get(ident, ("", None))
-            if ident in own:
+            if ident in skipped:
                 continue
             code, at = frame.f_code.co_code, frame.f_lasti
             # At such an instruction only threads that run Python are switched; elsewhere it may be in a call.
@@ -244,8 +244,8 @@ def _texts(frame: FrameType, names: tuple[str, ...]) -> tuple[tuple[str, str], .
     """Return the texts that local variables of these names hold in a stack."""
     if not names:
         return ()
-    found = ((name, f.f_locals.get(name)) for f in islice(_outwards(frame), DEPTH) for name in names)
-    return tuple((name, text) for name, text in found if type(text) is str)
+    texts = ((name, f.f_locals.get(name)) for f in islice(_outwards(frame), DEPTH) for name in names)
+    return tuple((name, text) for name, text in texts if type(text) is str)
 
 
 def called_name(frame: FrameType) -> str:
