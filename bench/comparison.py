@@ -105,7 +105,7 @@ def simulation(recorded: Sequence[PhaseTimes]) -> Table:
                 rows = compare_steady(group[0], other, [[medians_of(each) for each in group]]).rows
                 low, high = rows[0].low or 0.0, rows[0].high or np.inf
                 slower = (not low * by <= 1 <= high * by for by in (1.05, 1.1))
-                found.append((rows[0].found, any(part.found for part in rows), *slower))
+                found.append((rows[0].is_significant, any(part.is_significant for part in rows), *slower))
             table.add_row(
                 f"{deviation:.1%}", str(repeats), *(f"{rate:.1%}" for rate in np.mean(found, axis=0))
             )
@@ -118,8 +118,8 @@ def row(name: str, truth: float, found: Sequence[TimeComparison]) -> list[str]:
     steps = [one.rows[0] for one in compared]
     if not steps:
         return [name, "0", *["no steady part"] * 4]
-    differs = np.mean([step.found for step in steps])
-    anywhere = np.mean([any(part.found for part in one.rows) for one in compared])
+    differs = np.mean([step.is_significant for step in steps])
+    anywhere = np.mean([any(part.is_significant for part in one.rows) for one in compared])
     holds = np.mean([(step.low or 0) <= truth <= (step.high or 0) for step in steps])
     half = np.median([((step.high or 0) - (step.low or 0)) / 2 for step in steps])
     return [name, str(len(compared)), f"{differs:.0%}", f"{anywhere:.0%}", f"{holds:.0%}", f"± {half:.1%}"]

@@ -63,10 +63,10 @@ def test_interleaved_pairs_find_difference_on_noisy_machine(recorded: list[str])
     assert recorded[:4] == ["a-0", "b-0", "b-1", "a-1"]
     assert progress[-1] == (12, 12)
     rows = {row.name: row for row in result.times.rows}
-    assert rows["step"].found
+    assert rows["step"].is_significant
     assert rows["step"].low <= 1.03 <= rows["step"].high
     assert rows["backward"].low <= 1.05 <= rows["backward"].high
-    assert not rows["other"].found
+    assert not rows["other"].is_significant
     assert result.times.counts == (6, 6)
 
 

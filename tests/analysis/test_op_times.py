@@ -27,7 +27,7 @@ def test_few_steps_give_averages_without_interval(tmp_path: Path) -> None:
     found = compare_kinds(
         profiled(tmp_path / "a", 3, matmul=4.0), profiled(tmp_path / "b", 3, matmul=8.0, copy=1.0)
     )
-    assert [(row.name, row.first_ms, row.second_ms, row.found) for row in found.rows] == [
+    assert [(row.name, row.first_ms, row.second_ms, row.is_significant) for row in found.rows] == [
         ("matmul", 4.0, 8.0, False), ("copy", 0.0, 1.0, False)
     ]  # fmt: skip
     assert found.trouble[0].startswith("no intervals: 3 traced steps")
@@ -53,9 +53,9 @@ def test_slower_kind_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     each = {"matmul": 4.0, "elementwise": 2.0, "other": 1e-6}
     found = compare_kinds(profiled(tmp_path / "a", 8, **each), profiled(tmp_path / "b", 8, **each))
     rows = {row.name: row for row in found.rows}
-    assert rows["matmul"].found
+    assert rows["matmul"].is_significant
     assert rows["matmul"].low <= 1.5 <= rows["matmul"].high
-    assert not rows["elementwise"].found
+    assert not rows["elementwise"].is_significant
     assert rows["other"].ratio is None
 
 

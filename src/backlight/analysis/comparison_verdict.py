@@ -69,17 +69,18 @@ def _other_rows(comparison: Comparison) -> list[Row]:
 
 
 def _times_line(tested: Sequence[TimeComparison]) -> str:
-    found = [f"{times.names[1]} is {times.rows[0].verdict}" for times in tested if times.rows[0].found]
-    rest = len(tested) - len(found)
+    firsts = [(times.names[1], times.rows[0]) for times in tested]
+    decided = [f"{name} is {row.verdict}" for name, row in firsts if row.is_significant]
+    rest = len(tested) - len(decided)
     undecided = [f"{count(rest, 'run')} undecided"] if rest else []
-    return f"Step time against A: {listed([*found, *undecided], RUNS)}."
+    return f"Step time against A: {listed([*decided, *undecided], RUNS)}."
 
 
 def times_facts(times: TimeComparison, basis: str = "") -> list[str]:
     """Return what a comparison of step times rests on, and the phases that differ."""
     if not times.rows:
         return []
-    phases = [f"{row.name.replace('_', ' ')} {row.text}" for row in times.rows[1:] if row.found]
+    phases = [f"{row.name.replace('_', ' ')} {row.text}" for row in times.rows[1:] if row.is_significant]
     step = times.rows[0]
     rates = (number(1e3 / ms) for ms in (step.first_ms, step.second_ms))
     rate = ", ".join(f"{name} {rate}" for name, rate in zip(times.names, rates, strict=True))

@@ -112,9 +112,9 @@ def _print_rows(times: TimeComparison, console: Console, title: str) -> None:
 
 def _time_cells(row: TimeRow, step: TimeRow) -> tuple[str | Text, ...]:
     ratio, _, interval = row.text.partition(" ")
-    name = visible(row.name.replace("_", " "))
     times = (_milliseconds(ms, step) for ms in (row.first_ms, row.second_ms))
-    return name, *times, ratio, interval.strip("()"), Text(row.verdict, style="bold" if row.found else "dim")
+    name, style = visible(row.name.replace("_", " ")), "bold" if row.is_significant else "dim"
+    return name, *times, ratio, interval.strip("()"), Text(row.verdict, style=style)
 
 
 def _milliseconds(ms: float, step: TimeRow) -> str:

@@ -121,8 +121,8 @@ class _Search:
             return
         if issubclass(kind, (list, tuple, deque, set, dict)):
             items = list(value.values() if issubclass(kind, dict) else value)[-SAMPLED:]
-            tensors = [tensor for item in items for tensor in self._held(item)]
-            holding = sum(1 for item in items if self._held(item)) if tensors else 0
+            tensors = [tensor for item in items for tensor in self._tensors(item)]
+            holding = sum(1 for item in items if self._tensors(item)) if tensors else 0
             if holding >= self._at_least and 2 * holding >= len(items):
                 yield self._container(name, value, scope, tensors, len(items))
             elif issubclass(kind, tuple) and holding:
@@ -144,7 +144,7 @@ class _Search:
                 if not key.startswith("_"):
                     yield from self._of(f"{name}.{key}", item, (source, 0), depth + 1)
 
-    def _held(self, item: Any) -> list[Tensor]:
+    def _tensors(self, item: Any) -> list[Tensor]:
         """Return the tensors that count of an item, of a tuple or dictionary its first four."""
         if issubclass(type(item), dict):
             item = tuple(item.values())
@@ -254,11 +254,11 @@ class _Uses(ast.NodeVisitor):
 
     def visit_Assign(self, node: ast.Assign) -> None:
         targets = [part for target in node.targets for part in getattr(target, "elts", [target])]
-        own = [part for part in targets if self._is_name(part)]
+        own_names = [part for part in targets if self._is_name(part)]
         is_detached = isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") in _DETACHING
-        if own and any(isinstance(part, ast.Subscript) for part in own):
+        if own_names and any(isinstance(part, ast.Subscript) for part in own_names):
             self._added.append((self._depth, node.lineno))
-        elif own and not is_detached:
+        elif own_names and not is_detached:
             if any(map(self._is_name, ast.walk(node.value))):
                 self._from_itself.append((self._depth, node.lineno))
                 self.removes |= isinstance(node.value, ast.Subscript)  # x = x[-100:]

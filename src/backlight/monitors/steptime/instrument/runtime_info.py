@@ -121,20 +121,20 @@ def compilation() -> dict[str, Any] | None:
 
 
 def _recompiled(rows: list[Any]) -> list[dict[str, Any]]:
-    found: dict[tuple[str, str, int], dict[str, Any]] = {}
+    by_function: dict[tuple[str, str, int], dict[str, Any]] = {}
     for row in rows:
         reason = getattr(row, "recompile_reason", None)
         if not reason:
             continue
         name, file = str(row.co_name), str(row.co_filename)
-        entry = found.setdefault(
+        entry = by_function.setdefault(
             (name, file, int(row.co_firstlineno or 0)),
             {"function": name, "line": f"{file}:{row.co_firstlineno}", "count": 0, "seconds": 0.0},
         )
         entry["count"] += 1
         entry["seconds"] += float(getattr(row, "entire_frame_compile_time_s", None) or 0.0)
         entry["reason"] = _first(str(reason))  # the last one: the first is usual
-    return sorted(found.values(), key=lambda entry: -int(entry["count"]))[:MAX_REASONS]
+    return sorted(by_function.values(), key=lambda entry: -int(entry["count"]))[:MAX_REASONS]
 
 
 def _first(text: str) -> str:

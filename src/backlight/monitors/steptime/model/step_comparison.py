@@ -59,14 +59,14 @@ class TimeRow:
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
-    found: bool = False
+    is_significant: bool = False
 
     @property
     def verdict(self) -> str:
         """``faster``, ``slower``, ``undecided`` and why, or why there is no test."""
         if self.ratio is None or self.low is None or self.high is None:
             return "too short to test" if self.first_ms and self.second_ms else "not in both"
-        if self.found:
+        if self.is_significant:
             return "slower" if self.ratio > 1 else "faster"
         return "undecided" if self.low <= 1 <= self.high else "undecided: steps drift"
 
@@ -100,10 +100,10 @@ class TimeComparison:
         """The result in one line."""
         if not self.rows:
             return f"Step times are not compared: {', '.join(self.trouble)}."
-        step, (one, other) = self.rows[0], self.names
-        if not step.found:
-            return f"Step time {step.verdict}. {other}÷{one} is {step.text}."
-        return f"Step time: {other} is {step.verdict} than {one}. {other}÷{one} is {step.text}."
+        step, (baseline, other) = self.rows[0], self.names
+        if not step.is_significant:
+            return f"Step time {step.verdict}. {other}÷{baseline} is {step.text}."
+        return f"Step time: {other} is {step.verdict} than {baseline}. {other}÷{baseline} is {step.text}."
 
     @property
     def variation_text(self) -> str:
@@ -116,8 +116,8 @@ class TimeComparison:
     @property
     def basis(self) -> str:
         """What the intervals rest on, in one line."""
-        (first, second), (one, other) = self.counts, self.names
-        steps = f"{first:,} steady steps of {one} and {second:,} of {other}"
+        (first, second), (baseline, other) = self.counts, self.names
+        steps = f"{first:,} steady steps of {baseline} and {second:,} of {other}"
         levels = f"{100 * self.confidence:.0f} % (all phases together {100 * CONFIDENCE:.0f} %)"
         return f"Intervals of {levels} from {steps}; {self.variation_text}"
 
@@ -151,8 +151,8 @@ def compare_times(
         return TimeComparison((0, 0), (), confidence, missing, names=names)
     trouble = tuple(f"{name}: {steady.trouble}" for name, (steady, _) in parts.items() if steady.trouble)
     is_drifting = bool(trouble)
-    one, other = (rest for _, rest in parts.values())
-    counts = (len(one.steps), len(other.steps))
+    baseline, other = (rest for _, rest in parts.values())
+    counts = (len(baseline.steps), len(other.steps))
     if min(counts) < MIN_STEPS:
         return TimeComparison(counts, (), confidence, trouble, names=names)
     waits = {name: core_wait(run) for name, run in runs.items()}
@@ -161,13 +161,13 @@ def compare_times(
         for name, wait in waits.items()
         if wait > NEGLIGIBLE
     )
-    found = compare_steady(one, other, repeats, confidence)
-    rows = tuple(widen(row, *waits.values(), is_drifting=is_drifting) for row in found.rows)
-    return dataclasses.replace(found, rows=rows, trouble=trouble, names=names)
+    comparison = compare_steady(baseline, other, repeats, confidence)
+    rows = tuple(widen(row, *waits.values(), is_drifting=is_drifting) for row in comparison.rows)
+    return dataclasses.replace(comparison, rows=rows, trouble=trouble, names=names)
 
 
 def compare_steady(
-    one: PhaseTimes,
+    baseline: PhaseTimes,
     other: PhaseTimes,
     repeats: Sequence[Sequence[Mapping[str, float]]] = (),
     confidence: float = RUN_CONFIDENCE,
@@ -177,9 +177,9 @@ def compare_steady(
     def variation(name: str) -> Variation:
         return measure_variation([[run[name] for run in group if name in run] for group in repeats])
 
-    rows = _step_rows(_columns(one), _columns(other), difference, np.median, confidence, variation)
+    rows = _step_rows(_columns(baseline), _columns(other), difference, np.median, confidence, variation)
     measured = sum(len(group) for group in repeats if len(group) > 1)
-    counts = (len(one.steps), len(other.steps))
+    counts = (len(baseline.steps), len(other.steps))
     return TimeComparison(counts, tuple(rows), confidence, (), variation(STEP), measured)
 
 
@@ -212,7 +212,8 @@ def widen(row: TimeRow, first: float, second: float, *, is_drifting: bool) -> Ti
     if row.ratio is None or row.low is None or row.high is None:
         return row
     low, high = row.low * (1 - second), row.high / (1 - first)
-    return dataclasses.replace(row, low=low, high=high, found=not is_drifting and not low <= 1.0 <= high)
+    is_significant = not is_drifting and not low <= 1.0 <= high
+    return dataclasses.replace(row, low=low, high=high, is_significant=is_significant)
 
 
 def compare_pairs(
@@ -224,14 +225,14 @@ def compare_pairs(
 
     The times of a row are geometric means of these medians: their ratio is the mean of the pairs' ratios.
     """
-    one, other = (
+    baseline, other = (
         {
             name: np.array([run.get(name, 0.0) for run in runs])
             for name in dict.fromkeys(n for r in runs for n in r)
         }
         for runs in (first, second)
     )
-    rows = _step_rows(one, other, _paired, _geometric_mean, confidence)
+    rows = _step_rows(baseline, other, _paired, _geometric_mean, confidence)
     return TimeComparison((len(first), len(second)), tuple(rows), confidence)
 
 
@@ -262,12 +263,12 @@ def _columns(table: PhaseTimes) -> dict[str, Floats]:
     return {STEP: table.total, **{name: table.phase(name) for name in table.names}}
 
 
-def _paired(one: Floats, other: Floats, confidence: float, _: Variation) -> Difference:
-    return paired_difference(one, other, confidence)
+def _paired(baseline: Floats, other: Floats, confidence: float, _: Variation) -> Difference:
+    return paired_difference(baseline, other, confidence)
 
 
 def _step_rows(
-    one: Side,
+    base: Side,
     other: Side,
     test: Test,
     centre: Centre,
@@ -275,11 +276,11 @@ def _step_rows(
     variation: Callable[[str], Variation] = lambda _: NONE,
 ) -> list[TimeRow]:
     """Compare the step, and each phase that is long enough in every step of both."""
-    least = [NEGLIGIBLE * float(np.median(side[STEP])) for side in (one, other)]
-    levels = {STEP: confidence, **levels_of((one, other), least)}
-    names = dict.fromkeys([STEP, *one, *other])
+    least = [NEGLIGIBLE * float(np.median(side[STEP])) for side in (base, other)]
+    levels = {STEP: confidence, **levels_of((base, other), least)}
+    names = dict.fromkeys([STEP, *base, *other])
     return [
-        compare_series(name, one, other, test, levels.get(name), variation(name), centre) for name in names
+        compare_series(name, base, other, test, levels.get(name), variation(name), centre) for name in names
     ]
 
 
@@ -302,7 +303,7 @@ def levels_of(sides: tuple[Side, Side], least: Sequence[float]) -> dict[str, flo
 
 def compare_series(
     name: str,
-    one: Side,
+    base: Side,
     other: Side,
     test: Test,
     level: float | None,
@@ -310,8 +311,8 @@ def compare_series(
     centre: Centre = np.median,
 ) -> TimeRow:
     """Return the ``centre`` of one series in either run, and with a ``level`` of confidence their ratio."""
-    first, second = (float(centre(side[name])) * 1e3 if name in side else 0.0 for side in (one, other))
+    first, second = (float(centre(side[name])) * 1e3 if name in side else 0.0 for side in (base, other))
     if level is None:
         return TimeRow(name, first, second)
-    found = test(one[name], other[name], level, variation)
-    return TimeRow(name, first, second, found.ratio, found.low, found.high, found.is_significant)
+    change = test(base[name], other[name], level, variation)
+    return TimeRow(name, first, second, change.ratio, change.low, change.high, change.is_significant)

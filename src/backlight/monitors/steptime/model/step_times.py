@@ -140,8 +140,8 @@ class PhaseTimes:
 
     def steady(self) -> tuple[SteadyPart, PhaseTimes]:
         """Return the steady part of the step times, and the table without the warm-up."""
-        found = find_steady(self.total)
-        return found, self.after(found.warmup)
+        part = find_steady(self.total)
+        return part, self.after(part.warmup)
 
     def after(self, first: int) -> PhaseTimes:
         """Return the table without its first steps."""

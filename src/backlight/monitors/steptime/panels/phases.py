@@ -113,8 +113,8 @@ def phases(source: Source) -> Drawn | NotMeasured:
 
 def _shares(seconds: NDArray[np.float64], total: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return the median share of each phase of its step, made to add up to 1; ``seconds`` is [P, S]."""
-    known = total > 0
-    if not known.any():
+    is_positive = total > 0
+    if not is_positive.any():
         return np.zeros(len(seconds))
-    shares: NDArray[np.float64] = np.median(seconds[:, known] / total[known], axis=1)
+    shares: NDArray[np.float64] = np.median(seconds[:, is_positive] / total[is_positive], axis=1)
     return shares / shares.sum() if shares.sum() else shares

@@ -125,10 +125,10 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
             "Run `backlight profile --confirm` on the same script: it repeats the steps with a cached batch."
         )
     else:
-        found, saved = control
+        data_evidence, saved = control
         if saved < limits.data_match * share:
             return  # the control refutes it: the time is spent elsewhere all the same
-        evidence.append(found)
+        evidence.append(data_evidence)
         title = f"The step is bound by data loading: {percent(saved)} shorter with a cached batch"
         detail = (
             f"{wait}, and with a cached batch a step is {percent(saved)} shorter: data loading is the "
@@ -300,15 +300,15 @@ def _optimizer(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     groups = info.payload.get("optimizers") or ()
     on_device = (info.payload.get("memory") or {}).get("where") == "device"
     for number in sorted({int(group.get("optimizer") or 0) for group in groups}):
-        own = [group for group in groups if int(group.get("optimizer") or 0) == number]
-        slow = [g for g in own if not g["fused"] and g["foreach"] is False and g["tensors"] > 1]
-        if not slow or len({group["type"] for group in own}) > 1:
+        of_number = [group for group in groups if int(group.get("optimizer") or 0) == number]
+        slow = [g for g in of_number if not g["fused"] and g["foreach"] is False and g["tensors"] > 1]
+        if not slow or len({group["type"] for group in of_number}) > 1:
             continue
-        group = max(slow, key=lambda one: int(one["tensors"]))
+        group = max(slow, key=lambda entry: int(entry["tensors"]))
         # On a CPU, foreach is slower than the loop.
         if group["type"] not in FUSED and not on_device:
             continue
-        is_alone = len(own) == len(groups)
+        is_alone = len(of_number) == len(groups)
         seconds = table.phase(Phase.OPTIMIZER) if is_alone else optimizer_seconds(run, table, number)
         if seconds is not None:
             series = f"{PREFIX}{Phase.OPTIMIZER}" if is_alone else f"{OPTIMIZER_PREFIX}{number}"
@@ -395,12 +395,12 @@ def _late_rank(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     tables = {rank: table for rank in ranks if (table := steady_phases(run, limits, rank)) is not None}
     if len(tables) < 2:
         return
-    own = {rank: float(np.median(_own(table))) for rank, table in tables.items()}
-    shared = {rank: float(np.median(table.total - _own(table))) for rank, table in tables.items()}
+    work = {rank: float(np.median(_unshared(table))) for rank, table in tables.items()}
+    shared = {rank: float(np.median(table.total - _unshared(table))) for rank, table in tables.items()}
     step = float(np.median([np.median(table.total) for table in tables.values()]))
-    late = max(sorted(own), key=lambda rank: own[rank])
+    late = max(sorted(work), key=lambda rank: work[rank])
     others = [rank for rank in tables if rank != late]
-    excess = (own[late] - float(np.median([own[rank] for rank in others]))) / step
+    excess = (work[late] - float(np.median([work[rank] for rank in others]))) / step
     waited = (float(np.median([shared[rank] for rank in others])) - shared[late]) / step
     # Both must hold: it works longer, and in the shared phases the others wait for it.
     if excess <= limits.straggler_share or waited < excess / 2:
@@ -433,6 +433,6 @@ def _late_rank(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     )
 
 
-def _own(table: PhaseTimes) -> Floats:
+def _unshared(table: PhaseTimes) -> Floats:
     kept = [column for column, name in enumerate(table.names) if name not in SHARED]
     return np.asarray(table.seconds[:, kept].sum(axis=1))

@@ -63,7 +63,7 @@ def _kept_graphs(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     steps = int(facts["until"]) - int(facts["since"]) + 1
     what = {"loss": "losses", "output": "outputs", "evaluation": "evaluation outputs"}[facts["of"]]
     name, line = holder.get("name"), holder.get("line")
-    held = f"`{name}` holds them" if name else "What holds them was not found"
+    holds = f"`{name}` holds them" if name else "What holds them was not found"
     where = f", line {line}: `{holder['source']}`" if line else ""
     grown = float(facts.get("bytes_per_step") or 0.0)
     is_measured = grown >= limits.growth_bytes
@@ -74,7 +74,7 @@ def _kept_graphs(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
         title=f"{f'`{name}`' if name else 'The script'} keeps the graphs of {count(steps, 'step')}",
         detail=(
             f"At step {longest.step} the autograd graphs of the {what} of steps {facts['since']} to "
-            f"{facts['until']} were all still alive ({facts['marked']} observed). {held}{where}. "
+            f"{facts['until']} were all still alive ({facts['marked']} observed). {holds}{where}. "
             f"Expected gain: {gain}."
         ),
         subject=Subject(rank=longest.rank, step=int(facts["since"]), line=line),
@@ -102,8 +102,8 @@ def _kept_data(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     if most is None or most.payload["bytes_per_step"] < limits.growth_bytes:
         return
     facts, holder = most.payload, most.payload["holder"]
-    grown, held = float(facts["bytes_per_step"]), float(facts["bytes"])
-    is_much = held > limits.kept_share * float(facts["capacity"]) and not facts["is_mapping"]
+    grown, stored = float(facts["bytes_per_step"]), float(facts["bytes"])
+    is_much = stored > limits.kept_share * float(facts["capacity"]) and not facts["is_mapping"]
     name, line = holder["name"], holder["line"]
     where = f" Line {line}: `{holder['source']}`." if line else ""
     what = count(holder["count"], "item") if holder["count"] else "one tensor"
@@ -111,13 +111,13 @@ def _kept_data(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
         severity=Severity.WARNING if is_much else Severity.INFO,
         title=f"`{name}` grows by {size(grown)} a step",
         detail=(
-            f"At step {most.step} `{name}` held {what} with {size(held)} of tensors on {facts['device']}, "
+            f"At step {most.step} `{name}` held {what} with {size(stored)} of tensors on {facts['device']}, "
             f"and at each reading since step {facts['since']} more than before; no statement was found that "
             f"empties it.{where} Expected gain: {size(grown)} of memory a step."
         ),
         subject=Subject(rank=most.rank, step=int(facts["since"]), line=line),
         evidence=(
-            Evidence(f"events/{KEPT_DATA}", most.step, held, "bytes"),
+            Evidence(f"events/{KEPT_DATA}", most.step, stored, "bytes"),
             Evidence(f"events/{KEPT_DATA}", most.step, grown, "bytes"),
         ),
         fix=_FIXES["data"],

@@ -72,8 +72,8 @@ def outlier_steps(run: Run, limits: OutlierStepsLimits) -> Iterator[Finding]:
 def _alike(run: Run, table: PhaseTimes, limits: OutlierStepsLimits) -> Iterator[PhaseTimes]:
     """Yield the steps of each set of optimizers, of those that have enough of them."""
     sets = optimizer_sets(run, table.steps)
-    for one in np.unique(sets):
-        rows = np.flatnonzero(sets == one)
+    for set_index in np.unique(sets):
+        rows = np.flatnonzero(sets == set_index)
         if len(rows) >= limits.steady_steps:
             yield PhaseTimes(table.steps[rows], table.names, table.seconds[rows])
 
