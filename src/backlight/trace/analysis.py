@@ -81,7 +81,7 @@ def delayed_steps(timeline: Timeline) -> list[DelayedStep]:
     phase = np.append(timeline.phases, len(PHASES))[moments.call]
     spent = np.zeros((len(steps), len(PHASES) + 1), np.int64)
     np.add.at(spent, (moments.step, phase), moments.end - moments.start)
-    found = []
+    delayed = []
     for index, step in enumerate(steps):
         same = np.abs(calls - calls[index]) <= SAME_CALLS * calls[index]
         times = float(length[index] / np.median(length[same]))
@@ -89,10 +89,10 @@ def delayed_steps(timeline: Timeline) -> list[DelayedStep]:
             longer = spent[index] - np.median(spent[same], axis=0)
             most = int(longer.argmax())
             name = OUTSIDE if most == len(PHASES) else PHASES[most].value.replace("_", " ")
-            found.append(DelayedStep(step, times, name, int(longer[most])))
+            delayed.append(DelayedStep(step, times, name, int(longer[most])))
     # What comes back every few steps is a property of the loop.
     few = max(1, min(len(steps) // 4, 3), len(steps) // 10)
-    return found if len(found) <= few else []
+    return delayed if len(delayed) <= few else []
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ def hardware_counters(timeline: Timeline) -> tuple[list[OperatorCounters], str]:
         for counter, value in json.loads(events.word("counters", row)).items():
             if isinstance(value, (int, float)):
                 sums[name][counter] += value
-    found = [OperatorCounters(name, counts[name], dict(sums[name])) for name in counts]
-    return sorted(found, key=lambda one: -one.kernels), note
+    by_operator = [OperatorCounters(name, counts[name], dict(sums[name])) for name in counts]
+    return sorted(by_operator, key=lambda operator: -operator.kernels), note
 
 
 # Sequences of kernels that repeat on a stream, such as the layers of a model.
@@ -165,15 +165,15 @@ def sequences(costs: Costs) -> list[Sequence]:
     """Return sequences of two or more kernels that repeat in the chosen steps, the most expensive first."""
     timeline = costs.timeline
     device, words = timeline.device, timeline.events.words["name"]
-    found = []
+    repeated = []
     for _, stream, rows in by_stream(timeline, costs.device_rows):
         codes, names = np.unique(timeline.events["name"][device.rows[rows]], return_inverse=True)
         symbols, spent, pairs = _paired(names, (device.end - device.start)[rows], len(codes))
         for symbol in np.unique(symbols[symbols >= len(codes)]).tolist():
             here = symbols == symbol
             kernels = tuple(words[codes[code]] for code in _spelled(symbol, pairs, len(codes)))
-            found.append(Sequence(kernels, stream, int(here.sum()), int(spent[here].sum())))
-    return sorted((one for one in found if one.count >= MIN_COUNT), key=lambda one: -one.device)
+            repeated.append(Sequence(kernels, stream, int(here.sum()), int(spent[here].sum())))
+    return sorted((s for s in repeated if s.count >= MIN_COUNT), key=lambda sequence: -sequence.device)
 
 
 def _paired(
@@ -292,7 +292,7 @@ def analyse_rank(timeline: Timeline, number: int | None = None, *, usual: bool =
     """
     chosen = chosen_steps(timeline, number)
     delayed = delayed_steps(timeline) if number is None else []
-    steps = [step for step in chosen if step not in [one.step for one in delayed]]
+    steps = [step for step in chosen if step not in [late_step.step for late_step in delayed]]
     whole = Costs(timeline, chosen)
     shared = Costs(timeline, steps) if delayed else whole
     costs = shared if usual else whole
@@ -301,7 +301,7 @@ def analyse_rank(timeline: Timeline, number: int | None = None, *, usual: bool =
     devices = timeline.trace.device_names
     used = np.unique(timeline.device.device).tolist()
     rows = tuple(_step_rows(timeline, steps if usual else chosen, used))
-    late = [one.note for one in delayed]
+    late = [late_step.note for late_step in delayed]
 
     def table(of: Callable[[Costs], list[Row]]) -> tuple[Row, ...]:
         return tuple(of(costs) if costs is shared else _with_shares(of(costs), of(shared)))
@@ -312,7 +312,7 @@ def analyse_rank(timeline: Timeline, number: int | None = None, *, usual: bool =
         events=timeline.trace.count,
         devices={device: devices.get(device, "") for device in used},
         steps=rows,
-        delayed=tuple(one.step.number for one in delayed),
+        delayed=tuple(late_step.step.number for late_step in delayed),
         host_total=costs.host_total,
         device_total=costs.device_total,
         outside_steps=len(timeline.device.rows) - len(whole.device_rows) if number is None else 0,
@@ -338,8 +338,8 @@ def analyse_rank(timeline: Timeline, number: int | None = None, *, usual: bool =
 def _with_shares(rows: list[Row], shared: list[Row]) -> list[Row]:
     """Return the rows with the shares of other steps, the largest first."""
     shares = {(row.name, row.phase, row.kind): row.share for row in shared}
-    found = (replace(row, share=shares.get((row.name, row.phase, row.kind), 0.0)) for row in rows)
-    return sorted(found, key=lambda row: (row.share, row.host), reverse=True)
+    ordered = (replace(row, share=shares.get((row.name, row.phase, row.kind), 0.0)) for row in rows)
+    return sorted(ordered, key=lambda row: (row.share, row.host), reverse=True)
 
 
 def chosen_steps(timeline: Timeline, number: int | None) -> list[Step]:
@@ -349,8 +349,8 @@ def chosen_steps(timeline: Timeline, number: int | None) -> list[Step]:
     chosen = [step for step in timeline.steps if step.number == number]
     if not chosen:
         there = [step.number for step in timeline.steps if step.number is not None]
-        found = f"steps {there[0]} to {there[-1]}" if there else "no steps (no ProfilerStep annotations)"
-        raise TraceError(f"{timeline.trace.path}: has no step {number}; it has {found}")
+        available = f"steps {there[0]} to {there[-1]}" if there else "no steps (no ProfilerStep annotations)"
+        raise TraceError(f"{timeline.trace.path}: has no step {number}; it has {available}")
     return chosen
 
 

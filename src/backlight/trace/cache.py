@@ -45,9 +45,9 @@ def open_trace(path: str | Path, *, cache: bool = False) -> Trace:
     path = Path(path)
     kept = cache_path(path)
     if kept.is_file() and path.is_file():
-        found = _load(path, kept)
-        if found is not None:
-            return found
+        cached = _load(path, kept)
+        if cached is not None:
+            return cached
     trace = read_trace(path)
     if cache:
         _save(trace, kept)

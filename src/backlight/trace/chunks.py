@@ -117,14 +117,14 @@ def find_head(text: bytes) -> Head | None:
     """Return the start of the array of events, or None where it is not in ``text``."""
     if text.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] == b"[":
         return Head(b"[", text.index(b"[") + 1)
-    for found in _KEY.finditer(text):
+    for key in _KEY.finditer(text):
         # The key may be inside a string or deeper down; the text before it decides.
         try:
-            whole = msgspec.json.decode(text[: found.end()].lstrip(b"\xef\xbb\xbf") + b"]}")
+            whole = msgspec.json.decode(text[: key.end()].lstrip(b"\xef\xbb\xbf") + b"]}")
         except msgspec.DecodeError:
             continue
         if isinstance(whole, dict) and whole.get("traceEvents") == []:
-            return Head(text[: found.end()], found.end())
+            return Head(text[: key.end()], key.end())
     return None
 
 
@@ -147,8 +147,8 @@ def cuts(text: bytes | bytearray) -> Iterator[tuple[int, int]]:
         tried = 0
         for window in _SEARCH_BYTES:
             start = max(len(text) - window, 0)
-            for found in reversed(list(pattern.finditer(text, start, stop))):
-                yield found.start() + 1, found.end()
+            for cut in reversed(list(pattern.finditer(text, start, stop))):
+                yield cut.start() + 1, cut.end()
                 tried += 1
                 if tried >= 6:
                     break
@@ -172,10 +172,10 @@ def top_level(prefix: bytes, rest: bytes) -> tuple[bytes, dict[str, Any]]:
 
 def without_trailing_comma(text: bytes, error: msgspec.DecodeError) -> bytes | None:
     """Return the text without the comma of a trailing-comma error, None for any other error."""
-    found = re.search(r"trailing comma in array \(byte (\d+)\)", str(error))
-    if found is None:
+    message = re.search(r"trailing comma in array \(byte (\d+)\)", str(error))
+    if message is None:
         return None
-    comma = text.rfind(b",", 0, int(found[1]) + 1)
+    comma = text.rfind(b",", 0, int(message[1]) + 1)
     return text[:comma] + text[comma + 1 :] if comma >= 0 else None
 
 
@@ -195,10 +195,10 @@ def refusal(path: Path, text: bytes, *, whole: bool) -> TraceError:
     if not whole:
         return TraceError(f"{path}: no array traceEvents in the first {len(text) // 2**20} MiB; {_EXPECTED}")
     try:
-        found = msgspec.json.decode(start)
+        content = msgspec.json.decode(start)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         return broken(path, error, b"")
-    keys = ", ".join(map(repr, list(found)[:6])) or "none"
+    keys = ", ".join(map(repr, list(content)[:6])) or "none"
     return TraceError(f"{path}: JSON without an array traceEvents at its top (keys: {keys}); {_EXPECTED}")
 
 

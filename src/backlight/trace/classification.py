@@ -193,12 +193,12 @@ def short(name: str, width: int = 60) -> str:
     bare = re.split(r"[<(]", text, maxsplit=1)[0].strip() or text
     if bare.endswith(("elementwise_kernel", "reduce_kernel", "multi_tensor_apply_kernel")):
         inner = text[len(bare) :]
-        found = re.search(r"\w+_kernel_(?:cuda|impl)\w*", inner) or re.search(r"\w*(?:Functor|Ops)\w*", inner)
-        bare = f"{bare.rpartition('::')[2]} [{found[0]}]" if found else bare
+        match = re.search(r"\w+_kernel_(?:cuda|impl)\w*", inner) or re.search(r"\w*(?:Functor|Ops)\w*", inner)
+        bare = f"{bare.rpartition('::')[2]} [{match[0]}]" if match else bare
     return bare if len(bare) <= width else bare[: width - 1] + "…"
 
 
-def apart(names: Iterable[str]) -> dict[str, str]:
+def distinct_names(names: Iterable[str]) -> dict[str, str]:
     """Return each name in short; those that would be equal keep their template arguments."""
     brief = {name: short(name) for name in names}
     times = Counter(brief.values())

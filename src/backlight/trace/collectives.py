@@ -36,10 +36,10 @@ class Collective:
 def collectives(timeline: Timeline) -> list[Collective]:
     """Return the collectives of a rank by start: kernels of its devices, and annotations of gloo."""
     trace, events, device, tree = timeline.trace, timeline.events, timeline.device, timeline.tree
-    known = _configured(trace)
-    everyone = next(iter(known.values())) if len(set(known.values())) == 1 else None
-    by_code = [_ranks(word, known) for word in events.words["group"]]
-    names = [known.get(_text(word)) for word in events.words["group_name"]]
+    groups = _configured(trace)
+    everyone = next(iter(groups.values())) if len(set(groups.values())) == 1 else None
+    by_code = [_ranks(word, groups) for word in events.words["group"]]
+    names = [groups.get(_text(word)) for word in events.words["group_name"]]
 
     def group(row: int, launch: int) -> tuple[int, ...] | None:
         for at in (row, *(tree.rows[outer] for outer in tree.upwards(launch))):
@@ -74,7 +74,7 @@ def collectives(timeline: Timeline) -> list[Collective]:
     launches = np.concatenate((device.launch[chosen], on_host))
     starts = events["start"][rows]
     steps: Integers = timeline.step_of(starts)
-    found = [
+    calls = [
         Collective(
             timeline.steps[index].number if index >= 0 else None,
             timeline.name(row),
@@ -89,7 +89,7 @@ def collectives(timeline: Timeline) -> list[Collective]:
             events["duration"][rows].tolist(), strict=True,
         )
     ]  # fmt: skip
-    return sorted(found, key=lambda one: one.start)
+    return sorted(calls, key=lambda collective: collective.start)
 
 
 def _configured(trace: Trace) -> dict[str, tuple[int, ...]]:
@@ -114,7 +114,7 @@ def _text(word: str) -> str:
         return word
 
 
-def _ranks(word: str, known: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
+def _ranks(word: str, groups: dict[str, tuple[int, ...]]) -> tuple[int, ...] | None:
     """Return the ranks in the text ``[0, 1]``; of a long list that is cut off, the group that begins so."""
     text = _text(word).strip("[] ")
     cut = text.partition("...")[0].strip(", ")
@@ -123,5 +123,5 @@ def _ranks(word: str, known: dict[str, tuple[int, ...]]) -> tuple[int, ...] | No
     ranks = tuple(int(part) for part in cut.split(","))
     if cut == text:
         return ranks
-    alike = {group for group in known.values() if group[: len(ranks)] == ranks}
+    alike = {group for group in groups.values() if group[: len(ranks)] == ranks}
     return alike.pop() if len(alike) == 1 else None

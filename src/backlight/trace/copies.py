@@ -59,13 +59,13 @@ def transfers(costs: Costs) -> list[Transfer]:
     copies = events.among(MEMCPY)[device.rows[costs.device_rows]]
     rows = device.rows[costs.device_rows][copies]
     time = costs.shares[copies]
-    found = []
+    table = []
     for code in np.unique(events["name"][rows]):
         here = events["name"][rows] == code
         size = events["bytes"][rows[here]]
-        known = int(size[size >= 0].sum()) if (size >= 0).any() else None
-        found.append(Transfer(events.words["name"][int(code)], int(here.sum()), known, int(time[here].sum())))
-    return sorted(found, key=lambda one: one.device, reverse=True)
+        total = int(size[size >= 0].sum()) if (size >= 0).any() else None
+        table.append(Transfer(events.words["name"][int(code)], int(here.sum()), total, int(time[here].sum())))
+    return sorted(table, key=lambda transfer: transfer.device, reverse=True)
 
 
 def copies(costs: Costs, device: Integers) -> list[Copy]:
@@ -87,21 +87,21 @@ def copies(costs: Costs, device: Integers) -> list[Copy]:
         source, target = (str(types[1]), str(types[0])) if len(types) > 1 else ("", "")
         is_same = bool(strides[0] == strides[1]) if len(strides) > 1 else None
         groups[source, target, is_same, line] += members
-    found = []
+    by_types = []
     for (source, target, contiguous, line), members in groups.items():
         here = np.array(members)
         shapes = events["shapes"][tree.rows[here]]
         _, first, counts = np.unique(shapes, return_index=True, return_counts=True)
         sizes = (_elements(events.listed("shapes", int(row))) for row in tree.rows[here[first]])
-        known = [size * count for size, count in zip(sizes, counts.tolist(), strict=True) if size is not None]
+        moved = [size * count for size, count in zip(sizes, counts.tolist(), strict=True) if size is not None]
         host, spent = int((tree.end - tree.start)[here].sum()), int(device[here].sum())
-        found.append(
+        by_types.append(
             Copy(
-                source, target, contiguous, line, len(members), sum(known) if known else None, host, spent,
+                source, target, contiguous, line, len(members), sum(moved) if moved else None, host, spent,
                 costs.share(host, spent),
             )
         )  # fmt: skip
-    return sorted(found, key=lambda one: (one.device, one.host), reverse=True)
+    return sorted(by_types, key=lambda copy: (copy.device, copy.host), reverse=True)
 
 
 def _lines(costs: Costs, indices: Integers) -> list[str]:
@@ -143,11 +143,11 @@ def _of_range(costs: Costs, index: int, forwards: Mapping[int, int]) -> str:
 @cache
 def _location(frame: str) -> str:
     """Return file, line and function of a frame of the user's code, empty for any other."""
-    found = _PYTHON_LINE.match(frame.strip())
+    match = _PYTHON_LINE.match(frame.strip())
     # The profiler cuts the folder of installed packages off.
-    if not found or found["file"].startswith(("torch/", "backlight/")) or not is_user_code(found["file"]):
+    if not match or match["file"].startswith(("torch/", "backlight/")) or not is_user_code(match["file"]):
         return ""
-    return f"{found['file']}:{found['line']} ({found['function']})"
+    return f"{match['file']}:{match['line']} ({match['function']})"
 
 
 def _elements(shapes: list[Any]) -> int | None:

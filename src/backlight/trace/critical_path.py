@@ -110,16 +110,16 @@ class Paths:
 
     def parts(self, step: Step) -> list[Part]:
         """Return the parts of the path of one step by time; those without length are left out."""
-        device, found = self._timeline.device, []
+        device, legs = self._timeline.device, []
         for begin, end, events, launched in self._legs(step):
-            found.append(Part("host", "host", begin, end))
+            legs.append(Part("host", "host", begin, end))
             for event, ended in zip(events, [*(self._end[e] for e in events[1:]), launched], strict=False):
                 name = self._timeline.name(int(device.rows[event]))
                 if event == events[0]:
-                    found.append(Part("wait", name, self._end[event], begin))
+                    legs.append(Part("wait", name, self._end[event], begin))
                 start = max(int(device.start[event]), step.start)
-                found += [Part("device", name, start, self._end[event]), Part("launch", name, ended, start)]
-        return [part for part in reversed(found) if part.end > part.start]
+                legs += [Part("device", name, start, self._end[event]), Part("launch", name, ended, start)]
+        return [part for part in reversed(legs) if part.end > part.start]
 
     def _legs(self, step: Step) -> Iterator[tuple[int, int, list[int], int]]:
         """Yield the legs of the path from the end of the step: first on the host, then on the device.

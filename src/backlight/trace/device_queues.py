@@ -80,16 +80,16 @@ def launches(costs: Costs) -> list[Launches]:
     delay = np.maximum(device.start[rows[first]] - tree.end[at], 0)
     short = spent[at] < call
     names = events["name"][tree.rows[at]]
-    found = []
+    by_name = []
     for code in np.unique(names):
         here = names == code
-        found.append(
+        by_name.append(
             Launches(
                 events.words["name"][int(code)], int(here.sum()),
                 Spread.of(call[here]), Spread.of(delay[here]), int(short[here].sum()),
             )
         )  # fmt: skip
-    return sorted(found, key=lambda one: -one.calls)
+    return sorted(by_name, key=lambda launch: -launch.calls)
 
 
 def queue_length(timeline: Timeline, rows: Integers) -> tuple[Integers, Integers]:
@@ -117,20 +117,20 @@ def streams(costs: Costs) -> list[Stream]:
     """Return the streams of the chosen steps, the busiest first."""
     timeline = costs.timeline
     device, kinds = timeline.device, timeline.kind_names
-    found = []
+    busiest = []
     for number, stream, rows in by_stream(timeline, costs.device_rows):
         start, end = device.start[rows], device.end[rows]
         spent = np.bincount(device.kind[rows], end - start, len(kinds)).astype(np.int64).tolist()
         by_kind = {name: time for name, time in zip(kinds, spent, strict=True) if time}
         times, length = queue_length(timeline, rows)
-        held = np.diff(times)
-        total = int(held.sum())
-        found.append(
+        lengths = np.diff(times)
+        total = int(lengths.sum())
+        busiest.append(
             Stream(
                 number, stream, len(rows), union(start, end).length,
                 dict(sorted(by_kind.items(), key=lambda item: -item[1])),
-                float((length[:-1] * held).sum() / total) if total else 0.0,
-                int(length.max(initial=0)), int(held[length[:-1] >= FULL_QUEUE].sum()),
+                float((length[:-1] * lengths).sum() / total) if total else 0.0,
+                int(length.max(initial=0)), int(lengths[length[:-1] >= FULL_QUEUE].sum()),
             )
         )  # fmt: skip
-    return sorted(found, key=lambda one: -one.busy)
+    return sorted(busiest, key=lambda stream: -stream.busy)

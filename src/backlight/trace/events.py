@@ -77,8 +77,8 @@ ITEM_BYTES = {
 
 @lru_cache(2**14)
 def _listed(text: str) -> list[Any]:
-    found = json.loads(text or "[]")
-    return found if isinstance(found, list) else []
+    entries = json.loads(text or "[]")
+    return entries if isinstance(entries, list) else []
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class EventBuilder:
                 continue
             column.resize(self._count, refcheck=False)
             columns[name] = column
-        return Events(columns, {name: list(known) for name, known in words.items()})
+        return Events(columns, {name: list(codes) for name, codes in words.items()})
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class Trace:
         """Names of the devices of the machine by number, as the file lists them."""
         listed = self.metadata.get("deviceProperties") or []
         return {
-            int(one.get("id", index)): str(one.get("name", ""))
-            for index, one in enumerate(listed)
-            if isinstance(one, dict)
+            int(device_entry.get("id", index)): str(device_entry.get("name", ""))
+            for index, device_entry in enumerate(listed)
+            if isinstance(device_entry, dict)
         }

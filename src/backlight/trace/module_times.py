@@ -57,7 +57,7 @@ def by_annotation(costs: Costs, launched: Integers) -> list[Annotation]:
     outermost = ~np.array(inner, dtype=bool)
     host, device = (tree.end - tree.start)[rows], launched[rows]
     steps = timeline.step_of(tree.start[rows])
-    found = []
+    by_name = []
     for code in np.unique(names[rows]):
         here = names[rows] == code
         once = here & outermost
@@ -67,14 +67,14 @@ def by_annotation(costs: Costs, launched: Integers) -> list[Annotation]:
             Spread.of(np.bincount(at, time[once])) if len(numbers) >= MIN_STEPS else None
             for time in (host, device)
         ]
-        found.append(
+        by_name.append(
             Annotation(
                 events.words["name"][int(code)], int(here.sum()), spent, on_device,
                 costs.share(spent, on_device), len(numbers), per_step[0],
                 per_step[1] if costs.on_device else None,
             )
         )  # fmt: skip
-    return sorted(found, key=lambda one: (one.share, one.host), reverse=True)
+    return sorted(by_name, key=lambda annotation: (annotation.share, annotation.host), reverse=True)
 
 
 PHASE = "backlight:"
@@ -116,7 +116,7 @@ def attribute(events: Events, steps: int) -> Attribution:
     """Attribute the host time of ``steps`` traced steps to the modules whose ranges the trace has."""
     calls = tree(events)
     ranges = _named(events, calls, MODULE, ANNOTATION)
-    around, own = _nested(calls, ranges)
+    around, exclusive = _nested(calls, ranges)
     names = [events.word("name", row)[len(MODULE) :] for row in calls.rows.tolist()]
     backward = _named(events, calls, f"{PHASE}{Phase.BACKWARD}", ANNOTATION)
     inside = union(calls.start[backward], calls.end[backward]).covered(calls.start, calls.start + 1) > 0
@@ -131,7 +131,7 @@ def attribute(events: Events, steps: int) -> Attribution:
             time.recomputed_ms += spent if outer < 0 or names[outer] != name else 0.0
             continue
         time.calls += 1 / steps
-        time.forward_exclusive_ms += int(own[index]) * scale
+        time.forward_exclusive_ms += int(exclusive[index]) * scale
         # A module inside itself (recursion) is counted once.
         while outer >= 0 and names[outer] != name:
             outer = int(around[outer])
@@ -139,13 +139,13 @@ def attribute(events: Events, steps: int) -> Attribution:
     unattributed = 0.0
     owners = _owners(events, calls, around, inside)
     nodes = _named(events, calls, ENGINE, OPERATOR)
-    own = _nested(calls, nodes)[1]
+    exclusive = _nested(calls, nodes)[1]
     for index in np.flatnonzero(nodes).tolist():
         owner = owners.get(int(events["sequence"][calls.rows[index]]))
         if owner is None:
-            unattributed += int(own[index]) * scale
+            unattributed += int(exclusive[index]) * scale
         else:
-            times[names[owner]].backward_exclusive_ms += int(own[index]) * scale
+            times[names[owner]].backward_exclusive_ms += int(exclusive[index]) * scale
     for time in times.values():
         time.backward_ms = sum(
             other.backward_exclusive_ms
@@ -164,10 +164,10 @@ def _nested(calls: Tree, chosen: Column) -> tuple[Integers, Integers]:
     """Return the innermost chosen event around each one, and the time of each without the chosen inside."""
     innermost = calls.inherited(np.where(chosen, np.arange(len(chosen)), -1))
     around = np.where(calls.parent >= 0, innermost[calls.parent], -1)
-    own = calls.end - calls.start
+    exclusive = calls.end - calls.start
     nested = chosen & (around >= 0)
-    np.subtract.at(own, around[nested], (calls.end - calls.start)[nested])
-    return around, own
+    np.subtract.at(exclusive, around[nested], (calls.end - calls.start)[nested])
+    return around, exclusive
 
 
 def _owners(events: Events, calls: Tree, around: Integers, inside: Column) -> dict[int, int]:

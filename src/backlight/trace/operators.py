@@ -113,8 +113,8 @@ class Costs:
             *_spread(device, durations, size),
         )  # fmt: skip
         rows = [
-            Row(*label(key), calls, own, part, busy, self.share(own, part), *spread)
-            for key, calls, own, part, busy, *spread in zip(
+            Row(*label(key), calls, host, part, busy, self.share(host, part), *spread)
+            for key, calls, host, part, busy, *spread in zip(
                 there.tolist(), *(column[there].tolist() for column in columns), strict=True
             )
         ]
@@ -149,11 +149,11 @@ def by_operator(costs: Costs) -> list[Row]:
     base = len(PHASES)
 
     def key(operator: Integers) -> Integers:
-        known = operator >= 0
-        found = np.full(len(operator), -1)
-        found[known] = names[timeline.tree.rows[operator[known]]].astype(np.int64) * base
-        found[known] += timeline.phases[operator[known]]
-        return found
+        is_inside = operator >= 0
+        keys = np.full(len(operator), -1)
+        keys[is_inside] = names[timeline.tree.rows[operator[is_inside]]].astype(np.int64) * base
+        keys[is_inside] += timeline.phases[operator[is_inside]]
+        return keys
 
     def label(code: int) -> tuple[str, str, str]:
         name = words[code // base]
@@ -266,13 +266,13 @@ def pairs(costs: Costs, device: Integers) -> list[Pair]:
     behind = _nodes(timeline, behind)
     words = timeline.events.words["name"]
     key = names[tree.rows[ahead]].astype(np.int64) * len(words) + names[tree.rows[behind]]
-    found = []
+    joined_pairs = []
     host = tree.end - tree.start
     for code in np.unique(key):
         here = key == code
         # Several nodes may belong to one forward, whose time counts once.
         once = np.unique(ahead[here])
-        found.append(
+        joined_pairs.append(
             Pair(
                 words[int(code) // len(words)],
                 words[int(code) % len(words)].removeprefix(ENGINE),
@@ -284,7 +284,7 @@ def pairs(costs: Costs, device: Integers) -> list[Pair]:
             )
         )
     return sorted(
-        found,
+        joined_pairs,
         key=lambda p: (p.forward_device + p.backward_device, p.forward_host + p.backward_host),
         reverse=True,
     )

@@ -106,7 +106,7 @@ def _operators(timeline: Timeline) -> set[int | str]:
 
 def ranks(by_rank: dict[int, Timeline]) -> Ranks:
     """Compare the ranks that :func:`check_ranks` returned."""
-    given = tuple(by_rank)
+    order = tuple(by_rank)
     stated = [t.trace.world_size for t in by_rank.values() if t.trace.world_size is not None]
     size = stated[0] if stated else None
     missing = tuple(rank for rank in range(size or 0) if rank not in by_rank)
@@ -115,7 +115,7 @@ def ranks(by_rank: dict[int, Timeline]) -> Ranks:
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         verb = "is" if len(missing) == 1 else "are"
         notes.append(
-            f"{len(given)} of {size} ranks given; {shown} {verb} missing: "
+            f"{len(order)} of {size} ranks given; {shown} {verb} missing: "
             "lateness is evaluated among those given"
         )
     numbers = [{s.number for s in timeline.steps if s.number is not None} for timeline in by_rank.values()]
@@ -128,18 +128,18 @@ def ranks(by_rank: dict[int, Timeline]) -> Ranks:
             f"{unknown:,} collectives do not record their process group, and the run has several: they are "
             "not compared"
         )
-    offsets, clocks = _clocks(given, {group: ends for group, (_, ends, _) in by_group.items()})
+    offsets, clocks = _clocks(order, {group: ends for group, (_, ends, _) in by_group.items()})
     if clocks == "disagree":
         worst = max(offsets, key=lambda rank: abs(offsets[rank]))
         notes.append(
             f"clocks disagree: that of rank {worst} is {offsets[worst] / 1e6:+.3f} ms off that of rank "
-            f"{given[0]} by the ends of common collectives; ranks are compared by durations only"
+            f"{order[0]} by the ends of common collectives; ranks are compared by durations only"
         )
     elif clocks == "not measured":
         notes.append("no collective is common to the ranks: whether their clocks agree is not measured")
-    elif len(offsets) < len(given):
-        apart = ", ".join(str(rank) for rank in given if rank not in offsets)
-        notes.append(f"no collective connects rank {given[0]} with {apart}: their clocks are not compared")
+    elif len(offsets) < len(order):
+        others = ", ".join(str(rank) for rank in order if rank not in offsets)
+        notes.append(f"no collective connects rank {order[0]} with {others}: their clocks are not compared")
     steps = tuple(
         _lateness(number, group, by_rank, (ends - starts)[owner == number])
         for group, (starts, ends, owner) in by_group.items()
@@ -147,7 +147,7 @@ def ranks(by_rank: dict[int, Timeline]) -> Ranks:
         if (owner == number).any()
     )
     count = sum(len(ends) for _, ends, _ in by_group.values())
-    return Ranks(given, size, missing, count, offsets, clocks, steps, tuple(notes))
+    return Ranks(order, size, missing, count, offsets, clocks, steps, tuple(notes))
 
 
 def _by_group(
@@ -157,32 +157,32 @@ def _by_group(
 
     A group is that of the given ranks, two or more; the number is that of collectives of no known group.
     """
-    given = tuple(by_rank)
-    found: dict[Group, dict[int, dict[tuple[int, str, int, int], tuple[int, int]]]] = defaultdict(dict)
+    members = tuple(by_rank)
+    ends: dict[Group, dict[int, dict[tuple[int, str, int, int], tuple[int, int]]]] = defaultdict(dict)
     listed = {rank: collectives(timeline) for rank, timeline in by_rank.items()}
-    several = any(len({one.group for one in mine if one.group}) > 1 for mine in listed.values())
+    several = any(len({call.group for call in mine if call.group}) > 1 for mine in listed.values())
     unknown = 0
     for rank, timeline in by_rank.items():
         base = timeline.trace.base
         mine: dict[Group, dict[tuple[int, str, int], tuple[int, int]]] = defaultdict(dict)
         counts: dict[tuple[Group, int, str], int] = defaultdict(int)
-        for one in listed[rank]:
-            if one.step not in common or one.step is None:
+        for call in listed[rank]:
+            if call.step not in common or call.step is None:
                 continue
-            if one.group is None and (several or _has_several(timeline)):
+            if call.group is None and (several or _has_several(timeline)):
                 unknown += 1
                 continue
-            group = given if one.group is None else tuple(r for r in sorted(one.group) if r in by_rank)
+            group = members if call.group is None else tuple(r for r in sorted(call.group) if r in by_rank)
             if len(group) < 2:
                 continue
-            index = counts[group, one.step, one.name]
-            mine[group][one.step, one.name, index] = (one.start + base, one.end + base)
-            counts[group, one.step, one.name] += 1
+            index = counts[group, call.step, call.name]
+            mine[group][call.step, call.name, index] = (call.start + base, call.end + base)
+            counts[group, call.step, call.name] += 1
         for group, rows in mine.items():
             # One more or less of a kind within a step shifts all that follow: that kind is not matched there.
-            found[group][rank] = {(*key, counts[group, key[0], key[1]]): times for key, times in rows.items()}
+            ends[group][rank] = {(*key, counts[group, key[0], key[1]]): times for key, times in rows.items()}
     result = {}
-    for group, sides in sorted(found.items(), key=lambda item: (-len(item[0]), item[0])):
+    for group, sides in sorted(ends.items(), key=lambda item: (-len(item[0]), item[0])):
         if set(sides) == set(group):
             keys = sorted(set.intersection(*(set(side) for side in sides.values())))
             times = np.array([[sides[r][key] for r in group] for key in keys], dtype=np.int64)
@@ -199,29 +199,29 @@ def _has_several(timeline: Timeline) -> bool:
     return isinstance(listed, list) and len(listed) > 1
 
 
-def _clocks(given: Group, ends: dict[Group, Integers]) -> tuple[dict[int, int], str]:
+def _clocks(members: Group, ends: dict[Group, Integers]) -> tuple[dict[int, int], str]:
     """Return the offsets of the clocks that collectives connect with the first rank's."""
     if not ends:
         return {}, "not measured"
-    offsets = {given[0]: 0}
+    offsets = {members[0]: 0}
     is_off, grown = False, True
     while grown:
         grown = False
         for group, times in ends.items():
-            known = [rank for rank in group if rank in offsets]
-            if not known or len(known) == len(group):
+            connected = [rank for rank in group if rank in offsets]
+            if not connected or len(connected) == len(group):
                 continue
-            reference = group.index(known[0])
+            reference = group.index(connected[0])
             differences = times - times[:, reference : reference + 1]
             middle = np.median(differences, axis=0)
             spread = np.median(np.abs(differences - middle), axis=0)
             is_off |= bool(((np.abs(middle) > CLOCK_TOLERANCE_NS) & (np.abs(middle) > 5 * spread)).any())
             for rank, value in zip(group, middle, strict=True):
-                offsets.setdefault(rank, offsets[known[0]] + int(value))
+                offsets.setdefault(rank, offsets[connected[0]] + int(value))
             grown = True
-    if len(offsets) == 1 and len(given) > 1:
+    if len(offsets) == 1 and len(members) > 1:
         return {}, "not measured"
-    return {rank: offsets[rank] for rank in given if rank in offsets}, "disagree" if is_off else "agree"
+    return {rank: offsets[rank] for rank in members if rank in offsets}, "disagree" if is_off else "agree"
 
 
 def _lateness(number: int, group: Group, by_rank: dict[int, Timeline], stay: Integers) -> Lateness:
@@ -250,11 +250,11 @@ class Straggler:
 
 def stragglers(ranks: Ranks) -> list[Straggler]:
     """Return the rank of each group that most often comes last; ``delay`` is its median."""
-    found = []
+    late = []
     for group in dict.fromkeys(step.group for step in ranks.steps):
         steps = [step for step in ranks.steps if step.group == group]
         last = [step.last for step in steps]
         rank = max(sorted(set(last)), key=last.count)
-        own = [step.delay / max(step.duration[rank], 1) for step in steps if step.last == rank]
-        found.append(Straggler(group, rank, float(np.median(own)), len(own), len(steps)))
-    return found
+        lateness = [step.delay / max(step.duration[rank], 1) for step in steps if step.last == rank]
+        late.append(Straggler(group, rank, float(np.median(lateness)), len(lateness), len(steps)))
+    return late

@@ -70,24 +70,24 @@ def is_shape(value: Any) -> bool:
 def matrices(name: str, shapes: Sequence[Any]) -> tuple[list[int], list[int]] | None:
     """Return the shapes of the two matrices of a product, None for any other operator."""
     first = MATRICES.get(name)
-    if first is None or (found := _taken(shapes, first, 2)) is None:
+    if first is None or (operands := _taken(shapes, first, 2)) is None:
         return None
-    one, other = found
-    return (one, other) if len(one) >= 2 and len(other) == len(one) else None
+    left, other = operands
+    return (left, other) if len(left) >= 2 and len(other) == len(left) else None
 
 
 def _taken(shapes: Sequence[Any], first: int, count: int) -> list[list[int]] | None:
-    found = list(shapes[first : first + count])
-    return found if len(found) == count and all(map(is_shape, found)) else None
+    matrices_of = list(shapes[first : first + count])
+    return matrices_of if len(matrices_of) == count and all(map(is_shape, matrices_of)) else None
 
 
 def _convolution(first: int, shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
     # The weight, which holds the channels of one group, meets every place of the smaller of both images: of a
     # transposed convolution the input, else the output.
-    found, options = _taken(shapes, first, 2), [_parsed(value) for value in values[3 + first :]]
-    if found is None or len(options) < 4 or options[3] not in {"True", "False"}:
+    operands, options = _taken(shapes, first, 2), [_parsed(value) for value in values[3 + first :]]
+    if operands is None or len(options) < 4 or options[3] not in {"True", "False"}:
         return None
-    image, weight = found
+    image, weight = operands
     if len(image) < 3 or len(weight) != len(image):
         return None
     times = 1
@@ -115,17 +115,17 @@ def _places(image: list[int], kernel: list[int], *options: Any) -> list[int] | N
     if not all(stride):
         return None
     places = [
-        (side + 2 * added - apart * (width - 1) - 1) // step + 1
-        for side, width, step, added, apart in zip(image, kernel, stride, padding, dilation, strict=True)
+        (side + 2 * added - gap * (width - 1) - 1) // step + 1
+        for side, width, step, added, gap in zip(image, kernel, stride, padding, dilation, strict=True)
     ]
     return places if min(places) >= 0 else None
 
 
 def _attention(first: int, causal: int, shapes: Sequence[Any], values: Sequence[Any]) -> int | None:
-    found = _taken(shapes, first, 3)
-    if found is None or len(values) <= causal or any(len(shape) != 4 for shape in found):
+    operands = _taken(shapes, first, 3)
+    if operands is None or len(values) <= causal or any(len(shape) != 4 for shape in operands):
         return None
-    query, key, value = found
+    query, key, value = operands
     rows, columns, width, out = query[2], key[2], query[3], value[3]
     pairs = rows * columns
     if values[causal] == "True":
@@ -139,10 +139,10 @@ def _attention(first: int, causal: int, shapes: Sequence[Any], values: Sequence[
 def _parsed(value: Any) -> Any:
     """Return the list of numbers in a text, else the text."""
     try:
-        found = json.loads(value)
+        numbers = json.loads(value)
     except (ValueError, TypeError):
         return value
-    return found if isinstance(found, list) else value
+    return numbers if isinstance(numbers, list) else value
 
 
 _FACTORS = (
@@ -208,36 +208,36 @@ def operator_rates(costs: Costs) -> list[OperatorRate]:
     timeline = costs.timeline
     tree, events, device = timeline.tree, timeline.events, timeline.device
     launching = device.operator[costs.device_rows]
-    known = launching >= 0
+    has_operator = launching >= 0
     # What an operator with counted operations calls, such as the library's own convolution, is its time.
     counted = events.where("name", HAVE_WORK.__contains__)[tree.rows]
-    around = tree.inherited(np.where(counted, np.arange(len(counted)), MISSING))[launching[known]]
-    operator = np.where(around >= 0, around, launching[known])
-    spent = np.bincount(operator, costs.durations[known], len(tree.rows)).astype(np.int64)
+    around = tree.inherited(np.where(counted, np.arange(len(counted)), MISSING))[launching[has_operator]]
+    operator = np.where(around >= 0, around, launching[has_operator])
+    spent = np.bincount(operator, costs.durations[has_operator], len(tree.rows)).astype(np.int64)
     indices = np.flatnonzero(spent)
     rows = tree.rows[indices]
     codes = np.zeros(len(rows), np.int64)
     for column in ("name", "shapes", "types", "values"):
-        own = events[column][rows] + 1
+        codes_of = events[column][rows] + 1
         if column == "values":
-            own[~counted[indices]] = 0  # of others they are no part of the shape
-        codes = np.unique(codes * (len(events.words[column]) + 1) + own, return_inverse=True)[1]
+            codes_of[~counted[indices]] = 0  # of others they are no part of the shape
+        codes = np.unique(codes * (len(events.words[column]) + 1) + codes_of, return_inverse=True)[1]
     _, first, inverse, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
     times = np.bincount(inverse, spent[indices], len(first)).astype(np.int64)
-    found = []
+    rates = []
     for row, calls, time in zip(rows[first].tolist(), counts.tolist(), times.tolist(), strict=True):
         shapes, types = events.listed("shapes", row), events.listed("types", row)
         if not shapes:
             continue
         name, seconds = events.word("name", row), time / 1e9 / calls
         operations, moved = work(name, shapes, events.listed("values", row)), _moved(name, shapes, types)
-        found.append(
+        rates.append(
             OperatorRate(
                 name, json.dumps(shapes), ", ".join(str(kind) for kind in types if kind), calls, time,
                 *(None if not amount else amount / seconds / 1e12 for amount in (operations, moved)),
             )
         )  # fmt: skip
-    return sorted(found, key=lambda one: -one.device)
+    return sorted(rates, key=lambda rate: -rate.device)
 
 
 def _moved(name: str, shapes: Sequence[Any], types: Sequence[Any]) -> int | None:
@@ -270,33 +270,33 @@ def copy_rates(costs: Costs) -> list[CopyRate]:
     rows = rows[events["bytes"][device.rows[rows]] > 0]
     names, size = events["name"][device.rows[rows]], events["bytes"][device.rows[rows]]
     length = np.maximum((device.end - device.start)[rows], 1)
-    found = []
+    rates = []
     for code in np.unique(names):
         here = names == code
         rate = size[here] / length[here]
         whole = int(size[here].sum())
-        found.append(
+        rates.append(
             CopyRate(
                 events.words["name"][int(code)], int(here.sum()), whole,
                 float(rate.min()), whole / float(length[here].sum()), float(rate.max()),
             )
         )  # fmt: skip
-    return sorted(found, key=lambda one: -one.bytes)
+    return sorted(rates, key=lambda rate: -rate.bytes)
 
 
 def collective_rates(costs: Costs) -> list[CollectiveRate]:
     """Return the bandwidth of collectives whose elements, type and ranks are recorded, the largest first."""
     numbers = {costs.timeline.steps[index].number for index in costs.step_indices}
     groups: dict[tuple[str, int, int], list[int]] = defaultdict(list)
-    for one in collectives(costs.timeline):
-        if one.bytes and one.group and one.step in numbers:
-            groups[one.operation or one.name, len(one.group), one.bytes].append(one.end - one.start)
-    found = []
+    for call in collectives(costs.timeline):
+        if call.bytes and call.group and call.step in numbers:
+            groups[call.operation or call.name, len(call.group), call.bytes].append(call.end - call.start)
+    rates = []
     for (name, ranks, size), lengths in groups.items():
         median = int(np.median(lengths))
         factor = next((kind for part, kind in _FACTORS if part in name.lower()), "")
         times = {"2n": 2 * (ranks - 1) / ranks, "n": (ranks - 1) / ranks}.get(factor, 1.0)
         # What is gathered is as many times larger than what one rank gives.
         total = size * ranks if "gather" in name.lower() else size
-        found.append(CollectiveRate(name, ranks, size, len(lengths), median, times * total / max(median, 1)))
-    return sorted(found, key=lambda one: -one.bytes * one.calls)
+        rates.append(CollectiveRate(name, ranks, size, len(lengths), median, times * total / max(median, 1)))
+    return sorted(rates, key=lambda rate: -rate.bytes * rate.calls)

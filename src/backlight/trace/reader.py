@@ -42,29 +42,29 @@ Args: Any = msgspec.defstruct("Args", [_field(*item) for item in _IN_ARGS.items(
 _NO_ARGS = Args()
 
 _LISTED: dict[str, Callable[[list[Any]], list[Any]]] = {
-    "start": lambda objects: [one.start for one in objects],
-    "duration": lambda objects: [one.duration for one in objects],
-    "category": lambda objects: [one.category for one in objects],
-    "name": lambda objects: [one.name for one in objects],
-    "process": lambda objects: [one.process for one in objects],
-    "thread": lambda objects: [one.thread for one in objects],
-    "external": lambda objects: [one.external for one in objects],
-    "correlation": lambda objects: [one.correlation for one in objects],
-    "sequence": lambda objects: [one.sequence for one in objects],
-    "forward_thread": lambda objects: [one.forward_thread for one in objects],
-    "stream": lambda objects: [one.stream for one in objects],
-    "device": lambda objects: [one.device for one in objects],
-    "bytes": lambda objects: [one.bytes for one in objects],
-    "elements": lambda objects: [one.elements for one in objects],
-    "types": lambda objects: [one.types for one in objects],
-    "shapes": lambda objects: [one.shapes for one in objects],
-    "values": lambda objects: [one.values for one in objects],
-    "strides": lambda objects: [one.strides for one in objects],
-    "stack": lambda objects: [one.stack for one in objects],
-    "collective": lambda objects: [one.collective for one in objects],
-    "group": lambda objects: [one.group for one in objects],
-    "group_name": lambda objects: [one.group_name for one in objects],
-    "dtype": lambda objects: [one.dtype for one in objects],
+    "start": lambda objects: [event.start for event in objects],
+    "duration": lambda objects: [event.duration for event in objects],
+    "category": lambda objects: [event.category for event in objects],
+    "name": lambda objects: [event.name for event in objects],
+    "process": lambda objects: [event.process for event in objects],
+    "thread": lambda objects: [event.thread for event in objects],
+    "external": lambda objects: [event.external for event in objects],
+    "correlation": lambda objects: [event.correlation for event in objects],
+    "sequence": lambda objects: [event.sequence for event in objects],
+    "forward_thread": lambda objects: [event.forward_thread for event in objects],
+    "stream": lambda objects: [event.stream for event in objects],
+    "device": lambda objects: [event.device for event in objects],
+    "bytes": lambda objects: [event.bytes for event in objects],
+    "elements": lambda objects: [event.elements for event in objects],
+    "types": lambda objects: [event.types for event in objects],
+    "shapes": lambda objects: [event.shapes for event in objects],
+    "values": lambda objects: [event.values for event in objects],
+    "strides": lambda objects: [event.strides for event in objects],
+    "stack": lambda objects: [event.stack for event in objects],
+    "collective": lambda objects: [event.collective for event in objects],
+    "group": lambda objects: [event.group for event in objects],
+    "group_name": lambda objects: [event.group_name for event in objects],
+    "dtype": lambda objects: [event.dtype for event in objects],
 }
 """Function that lists one attribute of many objects: a comprehension reads it twice as fast as attrgetter."""
 
@@ -131,7 +131,7 @@ class Columns:
 
     def words(self) -> dict[str, list[str]]:
         """Return the vocabularies as lists in the order of the codes."""
-        return {name: known.words() for name, known in self._vocabularies.items()}
+        return {name: vocabulary.words() for name, vocabulary in self._vocabularies.items()}
 
     def of_text(self, text: bytes) -> dict[str, Column]:
         """Decode a JSON array of events; a :class:`msgspec.DecodeError` passes through."""
@@ -169,16 +169,16 @@ class Columns:
         for name in _IN_ARGS:
             values = _LISTED[name](args)
             if values.count(getattr(_NO_ARGS, name)) < len(values):
-                known = self._vocabularies.get(name)
-                columns[name] = _integers(values) if known is None else known.codes(values)
+                vocabulary = self._vocabularies.get(name)
+                columns[name] = _integers(values) if vocabulary is None else vocabulary.codes(values)
         return {name: column.astype(COLUMNS[name].dtype, copy=False) for name, column in columns.items()}
 
     def _add_counters(self, columns: dict[str, Column], plain: list[dict[str, Any]]) -> None:
         """Add the arguments of ranges with counters, whose names no field can list."""
         texts = [
-            json.dumps(one.get("args", {}), default=str) if str(one.get("cat")) in PROFILER_RANGE else ""
-            for one in plain
-            if one.get("ph") == "X"
+            json.dumps(event.get("args", {}), default=str) if str(event.get("cat")) in PROFILER_RANGE else ""
+            for event in plain
+            if event.get("ph") == "X"
         ]
         columns["counters"] = self._vocabularies["counters"].codes(texts)
 
@@ -193,10 +193,10 @@ def _integers(values: list[Any]) -> Integers:
 def _integer(value: Any) -> int:
     """Return a whole number, also from ``"17"`` and ``"0x1f"``; MISSING for any other value."""
     try:
-        found = int(value, 0) if isinstance(value, str) else int(value)
+        number = int(value, 0) if isinstance(value, str) else int(value)
     except (ValueError, TypeError, OverflowError):
         return MISSING
-    return found if -(2**63) <= found < 2**63 else MISSING
+    return number if -(2**63) <= number < 2**63 else MISSING
 
 
 def nanoseconds(texts: list[msgspec.Raw]) -> Integers:
@@ -232,10 +232,10 @@ def nanoseconds(texts: list[msgspec.Raw]) -> Integers:
 
 def _durations(microseconds: list[float]) -> Integers:
     """Turn microseconds into nanoseconds; of up to three decimals they are exact below 26 days."""
-    found = np.array(microseconds, dtype=np.float64) * 1000
-    if (np.abs(found) < 2**51).all():
-        return np.rint(found).astype(np.int64)
-    return np.array([_exactly(b"%r" % one, MISSING) for one in microseconds], dtype=np.int64)
+    nanoseconds = np.array(microseconds, dtype=np.float64) * 1000
+    if (np.abs(nanoseconds) < 2**51).all():
+        return np.rint(nanoseconds).astype(np.int64)
+    return np.array([_exactly(b"%r" % duration, MISSING) for duration in microseconds], dtype=np.int64)
 
 
 def _exactly(text: bytes, missing: int) -> int:
@@ -243,10 +243,10 @@ def _exactly(text: bytes, missing: int) -> int:
     if not plain:
         return missing
     try:
-        found = int((Decimal(plain.decode()) * 1000).to_integral_value())
+        nanoseconds = int((Decimal(plain.decode()) * 1000).to_integral_value())
     except (InvalidOperation, ValueError, OverflowError):
         return missing
-    return found if -(2**63) <= found < 2**63 else missing
+    return nanoseconds if -(2**63) <= nanoseconds < 2**63 else missing
 
 
 def repaired(text: bytes) -> bytes:
@@ -257,15 +257,15 @@ def repaired(text: bytes) -> bytes:
 def _event(plain: dict[str, Any]) -> Event:
     inner = plain.get("args")
     inner = inner if isinstance(inner, dict) else {}
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for name, key in _IN_ARGS.items():
         value = inner.get(key)
         if value is None:
             continue
         if name in _LISTS:
-            found[name] = msgspec.Raw(msgspec.json.encode(value))
+            fields[name] = msgspec.Raw(msgspec.json.encode(value))
         else:
-            found[name] = _integer(value) if name in _NUMBERS else _string(value)
+            fields[name] = _integer(value) if name in _NUMBERS else _string(value)
     return Event(
         category=_string(plain.get("cat")),
         name=_string(plain.get("name")),
@@ -273,7 +273,7 @@ def _event(plain: dict[str, Any]) -> Event:
         thread=_string(plain.get("tid")),
         start=_number_text(plain.get("ts")),
         duration=_microseconds(plain.get("dur")),
-        args=Args(**found),
+        args=Args(**fields),
     )
 
 
@@ -441,5 +441,5 @@ def _whole(value: Any, default: int | None) -> int | None:
 
 def rank_in_name(name: str) -> int | None:
     """Return the rank that a file name such as ``trace_rank-3.json`` states, None if it states none."""
-    found = re.search(r"rank[-_]?(\d+)", name, re.IGNORECASE)
-    return int(found[1]) if found else None
+    match = re.search(r"rank[-_]?(\d+)", name, re.IGNORECASE)
+    return int(match[1]) if match else None

@@ -145,27 +145,27 @@ class Operations:
 def read_operations(main: Trace, lines: Trace | None) -> Operations:
     """Return the tables of the traced steps; the copies are those of ``lines``, where that is given."""
     timeline = Timeline(main)
-    one = analyse_rank(timeline, usual=True)
-    lengths = {row.number: row.duration for row in one.steps}
+    analysis = analyse_rank(timeline, usual=True)
+    lengths = {row.number: row.duration for row in analysis.steps}
     if None in lengths:
         raise TraceError(f"{main.path}: has no ProfilerStep: no step was traced to its end")
     count = len(lengths)
-    sum_error = abs(sum(row.host for row in one.phases) / sum(lengths.values()) - 1)
+    sum_error = abs(sum(row.host for row in analysis.phases) / sum(lengths.values()) - 1)
     if sum_error > SUM_TOLERANCE:
         raise TraceError(
             f"{main.path}: host times miss the steps by {sum_error:.1%}; expected at most {SUM_TOLERANCE:.0%}"
         )
     scale = 1e-6 / count
-    on_device = bool(one.device_total)
-    copying = analyse_rank(Timeline(lines), usual=True) if lines is not None else one
+    on_device = bool(analysis.device_total)
+    copying = analyse_rank(Timeline(lines), usual=True) if lines is not None else analysis
     return Operations(
         traced_steps=len(timeline.steps),
         traced_step_ms=float(np.median(list(lengths.values()))) * 1e-6,
-        traced_phases={row.phase: row.host * scale for row in one.phases},
-        operators=_operators(one, count),
-        kinds=tuple(OperatorTime.of(row, count, row.share) for row in one.kinds),
-        kernels=tuple(OperatorTime.of(row, count, row.share) for row in one.kernels),
-        traced_optimizers=tuple(_optimizers(one)),
+        traced_phases={row.phase: row.host * scale for row in analysis.phases},
+        operators=_operators(analysis, count),
+        kinds=tuple(OperatorTime.of(row, count, row.share) for row in analysis.kinds),
+        kernels=tuple(OperatorTime.of(row, count, row.share) for row in analysis.kernels),
+        traced_optimizers=tuple(_optimizers(analysis)),
         copies=_copies(copying),
         joined=tuple(
             JoinedTime(
@@ -173,14 +173,14 @@ def read_operations(main: Trace, lines: Trace | None) -> Operations:
                 (pair.forward_device if on_device else pair.forward_host) * scale,
                 (pair.backward_device if on_device else pair.backward_host) * scale,
             )
-            for pair in one.pairs
+            for pair in analysis.pairs
         ),
-        device=_device(one, scale),
-        exposed_communication=exposed_communication(one),
-        exposed_by_step=tuple(row.overlap.exposed / row.duration for row in one.steps if row.duration),
+        device=_device(analysis, scale),
+        exposed_communication=exposed_communication(analysis),
+        exposed_by_step=tuple(row.overlap.exposed / row.duration for row in analysis.steps if row.duration),
         logits=logits(main),
         trace_sum_error=sum_error,
-        trace_notes=(*one.notes, *_few_steps(len(timeline.steps))),
+        trace_notes=(*analysis.notes, *_few_steps(len(timeline.steps))),
     )  # fmt: skip
 
 
@@ -207,33 +207,33 @@ def _kept(events: Events, mask: np.ndarray) -> Events:
     return Events({name: column[rows] for name, column in events.columns.items()}, events.words)
 
 
-def _operators(one: RankAnalysis, steps: int) -> tuple[OperatorTime, ...]:
-    on_device, scale = bool(one.device_total), 1e-6 / steps
-    whole = {row.phase: (row.device if on_device else row.host) for row in one.phases}
+def _operators(analysis: RankAnalysis, steps: int) -> tuple[OperatorTime, ...]:
+    on_device, scale = bool(analysis.device_total), 1e-6 / steps
+    whole = {row.phase: (row.device if on_device else row.host) for row in analysis.phases}
     inside: dict[str, int] = defaultdict(int)
-    found = []
-    for row in one.operators:
+    times = []
+    for row in analysis.operators:
         if not row.phase:
             continue  # its launch is not in the trace
         spent = row.device if on_device else row.host
         inside[row.phase] += row.host
         share = spent / whole[row.phase] if whole.get(row.phase) else 0.0
-        found.append(OperatorTime.of(row, steps, share, row.phase, row.kind))
-    for phase in one.phases:
+        times.append(OperatorTime.of(row, steps, share, row.phase, row.kind))
+    for phase in analysis.phases:
         rest = phase.host - inside[phase.phase]
         share = rest / whole[phase.phase] if not on_device and whole[phase.phase] else 0.0
-        found.append(OperatorTime(NO_OPERATOR, 0.0, rest * scale, 0.0, share, phase.phase))
-    order = {row.phase: place for place, row in enumerate(one.phases)}
-    return tuple(sorted(found, key=lambda row: (order[row.phase], -row.share, -row.host_ms)))
+        times.append(OperatorTime(NO_OPERATOR, 0.0, rest * scale, 0.0, share, phase.phase))
+    order = {row.phase: place for place, row in enumerate(analysis.phases)}
+    return tuple(sorted(times, key=lambda row: (order[row.phase], -row.share, -row.host_ms)))
 
 
-def _optimizers(one: RankAnalysis) -> Iterator[TracedOptimizer]:
-    for row in one.annotations:
-        found = _OPTIMIZER_STEP.match(row.name)
+def _optimizers(analysis: RankAnalysis) -> Iterator[TracedOptimizer]:
+    for row in analysis.annotations:
+        match = _OPTIMIZER_STEP.match(row.name)
         spread = row.device_per_step or row.host_per_step
-        if found and spread is not None:
+        if match and spread is not None:
             times = (1e-6 * time for time in (spread.median, spread.p95, spread.max))
-            yield TracedOptimizer(found[1], row.steps, *times)
+            yield TracedOptimizer(match[1], row.steps, *times)
 
 
 def _few_steps(steps: int) -> list[str]:
@@ -241,10 +241,10 @@ def _few_steps(steps: int) -> list[str]:
     return [few] if steps < MIN_STEPS else []
 
 
-def _copies(one: RankAnalysis) -> tuple[CopyTime, ...]:
-    lengths = {row.number: row.duration for row in one.steps}
+def _copies(analysis: RankAnalysis) -> tuple[CopyTime, ...]:
+    lengths = {row.number: row.duration for row in analysis.steps}
     count, length = max(1, len(lengths)), sum(lengths.values())
-    device = bool(one.device_total)
+    device = bool(analysis.device_total)
     return tuple(
         CopyTime(
             row.source, row.target, row.contiguous, row.line, row.calls / count,
@@ -252,16 +252,16 @@ def _copies(one: RankAnalysis) -> tuple[CopyTime, ...]:
             row.host * 1e-6 / count, row.device * 1e-6 / count,
             (row.device if device else row.host) / length if length else 0.0,
         )
-        for row in one.copies
+        for row in analysis.copies
     )  # fmt: skip
 
 
-def _device(one: RankAnalysis, scale: float) -> DeviceTime | None:
-    idle = idle_share(one)
+def _device(analysis: RankAnalysis, scale: float) -> DeviceTime | None:
+    idle = idle_share(analysis)
     if idle is None:
         return None
-    names = ", ".join(name or f"device {number}" for number, name in one.devices.items())
-    causes = idle_causes(one)
+    names = ", ".join(name or f"device {number}" for number, name in analysis.devices.items())
+    causes = idle_causes(analysis)
     launch_bound = idle > LAUNCH_BOUND_IDLE and sum(causes.get(cause, 0.0) for cause in _HOST_CAUSES) > 0.5
     main = max(causes, key=lambda cause: causes[cause], default="")
     statement = f"device idle {idle:.0%}"
@@ -270,9 +270,9 @@ def _device(one: RankAnalysis, scale: float) -> DeviceTime | None:
     elif main and idle > LAUNCH_BOUND_IDLE:
         statement += f", mostly {main.replace('_', ' ')}"
     by_step = tuple(
-        row.idle.total / row.duration for row in one.steps if row.device is not None and row.duration
+        row.idle.total / row.duration for row in analysis.steps if row.device is not None and row.duration
     )
-    return DeviceTime(names, idle, by_step, causes, one.device_total * scale, launch_bound, statement)
+    return DeviceTime(names, idle, by_step, causes, analysis.device_total * scale, launch_bound, statement)
 
 
 _LOSSES = ("aten::cross_entropy_loss", "aten::_log_softmax", "aten::log_softmax")
@@ -291,14 +291,14 @@ def logits(trace: Trace) -> Logits | None:
     """Return the largest logits of a trace; None where it has no cross entropy with shapes."""
     events = trace.events
     wanted = events.where("name", lambda word: word in _LOSSES)
-    found: dict[tuple[int, ...], str] = {}
+    shapes_of: dict[tuple[int, ...], str] = {}
     for row in (wanted & events.among(OPERATOR)).nonzero()[0].tolist():
         shapes, types = events.listed("shapes", row), events.listed("types", row)
         if shapes and isinstance(shapes[0], list) and all(isinstance(n, int) for n in shapes[0]):
-            found.setdefault(tuple(shapes[0]), str(types[0]) if types else "")
-    if not found:
+            shapes_of.setdefault(tuple(shapes[0]), str(types[0]) if types else "")
+    if not shapes_of:
         return None
-    largest = max(found, key=math.prod)
-    kind = found[largest]
+    largest = max(shapes_of, key=math.prod)
+    kind = shapes_of[largest]
     name = kind.removeprefix("c10::").lower()
     return Logits(largest, name, ITEM_BYTES.get(name, 4))

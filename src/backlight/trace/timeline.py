@@ -260,15 +260,15 @@ class Timeline:
         number = sequence[indices]
         # Carry the last forward along; it belongs to a backward only if the sequence number is the same.
         last = np.maximum.accumulate(np.where(is_behind, -1, np.arange(len(indices))))
-        found = is_behind & (last >= 0)
-        found[found] = number[last[found]] == number[found]
-        return indices[last[found]], indices[found]
+        is_joined = is_behind & (last >= 0)
+        is_joined[is_joined] = number[last[is_joined]] == number[is_joined]
+        return indices[last[is_joined]], indices[is_joined]
 
     @cached_property
     def kinds(self) -> Integers:
         """Kind of each word of the names."""
-        found = [KINDS.index(kind_of(word)) for word in self.events.words["name"]]
-        return np.array([*found, KINDS.index(Kind.OTHER)], dtype=np.int64)
+        kinds = [KINDS.index(kind_of(word)) for word in self.events.words["name"]]
+        return np.array([*kinds, KINDS.index(Kind.OTHER)], dtype=np.int64)
 
     @property
     def kind_names(self) -> tuple[str, ...]:
@@ -289,9 +289,9 @@ class Timeline:
         ]
         copies = runtime & events.where("name", lambda word: "memcpy" in word.lower())
         pageable = events.where("name", lambda w: kind_of(w) is Kind.HOST_COPY and "pinned" not in w.lower())
-        own = np.flatnonzero((device.launch >= 0) & pageable[device.rows])
-        own = own[copies[self.tree.rows[device.launch[own]]]]
-        waits[device.launch[own[device.end[own] <= self.tree.end[device.launch[own]]]]] = True
+        copied = np.flatnonzero((device.launch >= 0) & pageable[device.rows])
+        copied = copied[copies[self.tree.rows[device.launch[copied]]]]
+        waits[device.launch[copied[device.end[copied] <= self.tree.end[device.launch[copied]]]]] = True
         return waits
 
     @cached_property
@@ -372,10 +372,10 @@ class Timeline:
         result = self.kinds[names[rows]]
         if not len(self.tree.rows):
             return result
-        own = self.events.where("name", has_own_kind)[rows]
+        by_name = self.events.where("name", has_own_kind)[rows]
         launching = np.where(operator >= 0, self.kinds[names[self.tree.rows[operator]]], other)
         launching[launching == KINDS.index(Kind.VIEW)] = other  # a view has no work for a device
-        result = np.where(own | (launching == other), result, launching)
+        result = np.where(by_name | (launching == other), result, launching)
         unknown = (result == other) & (launch >= 0)
         if unknown.any():
             is_call = self.events.among(OPERATOR) | self.events.where("name", lambda w: w.startswith(MODULE))
@@ -388,10 +388,10 @@ class Timeline:
         """Find the host call of each device event, by correlation, else by the operator's id."""
         events, index = self.events, self.tree.rows
         runtime = events.among(RUNTIME)[index]
-        found = _match(events["correlation"][rows], events["correlation"][index], runtime)
+        by_correlation = _match(events["correlation"][rows], events["correlation"][index], runtime)
         operator = events.among(OPERATOR)[index]
         by_id = _match(events["external"][rows], events["external"][index], operator)
-        return np.where(found >= 0, found, by_id)
+        return np.where(by_correlation >= 0, by_correlation, by_id)
 
     def step_of(self, times: Integers) -> Integers:
         """Return the number in :attr:`steps` of the step that each time lies in, -1 for none."""
@@ -411,12 +411,12 @@ def _latest(moments: Integers, times: Integers) -> Integers:
     return ordered[np.searchsorted(ordered, times, side="right") - 1]
 
 
-def _match(wanted: Integers, known: Integers, among: Column) -> Integers:
-    """Return, for each of ``wanted``, the first index of ``known`` that equals it, -1 for none."""
-    indices = np.flatnonzero(among & (known > 0))
+def _match(wanted: Integers, keys: Integers, among: Column) -> Integers:
+    """Return, for each of ``wanted``, the first index of ``keys`` that equals it, -1 for none."""
+    indices = np.flatnonzero(among & (keys > 0))
     if not len(indices):
         return np.full(len(wanted), -1)
-    indices = indices[np.argsort(known[indices], kind="stable")]
-    at = np.searchsorted(known[indices], wanted)
+    indices = indices[np.argsort(keys[indices], kind="stable")]
+    at = np.searchsorted(keys[indices], wanted)
     at = np.minimum(at, len(indices) - 1)
-    return np.where(known[indices][at] == wanted, indices[at], -1)
+    return np.where(keys[indices][at] == wanted, indices[at], -1)

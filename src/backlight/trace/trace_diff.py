@@ -55,8 +55,8 @@ def diff(first: RankAnalysis, second: RankAnalysis) -> TraceDiff:
     totals = [(s.device_total if on_device else s.host_total) / n for s, n in zip(sides, counts, strict=True)]
     notes = []
     if on_device and set(first.devices.values()) != set(second.devices.values()):
-        one, other = (", ".join(sorted(set(side.devices.values()))) or "unknown" for side in sides)
-        notes.append(f"the devices differ: {one} against {other}")
+        left, other = (", ".join(sorted(set(side.devices.values()))) or "unknown" for side in sides)
+        notes.append(f"the devices differ: {left} against {other}")
     if any(None in length for length in lengths):
         notes.append("a trace has no steps: it counts as one step")
 
@@ -78,14 +78,14 @@ def _median(values: object) -> float:
 def _joined(
     tables: Sequence[Sequence[Row]], counts: Sequence[int], *, on_device: bool
 ) -> tuple[DiffRow, ...]:
-    found: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[0.0, 0.0], [0.0, 0.0]])
+    sides: dict[tuple[str, str], list[list[float]]] = defaultdict(lambda: [[0.0, 0.0], [0.0, 0.0]])
     for side, (rows, count) in enumerate(zip(tables, counts, strict=True)):
         for row in rows:
-            calls, time = found[row.name, row.phase]
+            calls, time = sides[row.name, row.phase]
             calls[side] += row.calls / count
             time[side] += (row.device if on_device else row.host) / count
     joined = [
         DiffRow(name, phase, (calls[0], calls[1]), (time[0], time[1]))
-        for (name, phase), (calls, time) in found.items()
+        for (name, phase), (calls, time) in sides.items()
     ]
     return tuple(sorted(joined, key=lambda row: -abs(row.change)))

@@ -96,7 +96,7 @@ class Utilization:
 
     def overlap(self, step: Step) -> Overlap:
         """Return computation, communication and their overlap in one window."""
-        talk, work = (one.within(step.start, step.end) for one in (self._talk, self._work))
+        talk, work = (intervals.within(step.start, step.end) for intervals in (self._talk, self._work))
         return Overlap(work.length, talk.length, int(work.covered(talk.start, talk.end).sum()))
 
     def idle(self, step: Step) -> Idle:

@@ -20,7 +20,7 @@ from backlight.cli.render.trace_details import detail_tables, ms
 from backlight.terminal import make_console
 from backlight.text import listed, percent, scaled
 from backlight.trace.analysis import Analysis, RankAnalysis, StepRow
-from backlight.trace.classification import apart, short
+from backlight.trace.classification import distinct_names, short
 from backlight.trace.operators import Row
 from backlight.trace.ranks import Ranks, stragglers
 from backlight.trace.utilization import Idle
@@ -173,7 +173,7 @@ def _rows(
 
 def _kernels(rows: Sequence[Row], top: int) -> Table:
     table = make_table("kernel", "calls", "ms", "of device", "min us", "max us", "sigma")
-    names = apart(row.name for row in rows)
+    names = distinct_names(row.name for row in rows)
     for row in rows[:top]:
         spread = (f"{value / 1e3:,.1f}" for value in (row.shortest, row.longest, row.deviation))
         table.add_row(names[row.name], f"{row.calls:,}", ms(row.device), f"{row.share:.1%}", *spread)
