@@ -72,7 +72,7 @@ def test_override_returns_a_new_object_with_converted_types() -> None:
 )
 def test_invalid_override_error_names_key_and_fix(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ThresholdError, match=message):
-        merge_overrides("health", given=changes)
+        merge_overrides("health", overrides=changes)
 
 
 def test_invalid_recorded_overrides_are_dropped_with_a_warning() -> None:

@@ -82,7 +82,7 @@ def _reason(reported: Mapping[str, Any], severity: Severity, findings: Sequence[
             f"Over all {count(steps, 'step')} the rule does not find it. It is refuted if "
             f"{str(reported['refuted_if']).rstrip('.')}."
         )
-    worst = max((finding.severity for finding in alike), key=lambda found: found.rank)
+    worst = max((finding.severity for finding in alike), key=lambda finding: finding.rank)
     return "" if worst.rank >= severity.rank else f"Over all {count(steps, 'step')} it is: {worst.value}."
 
 
@@ -192,7 +192,7 @@ def evaluate_rules(
     ThresholdError
         If ``thresholds_by_monitor`` holds an unknown name or a value that it cannot take.
     """
-    given = thresholds_by_monitor or {}
+    thresholds = thresholds_by_monitor or {}
     overrides_of: dict[str, dict[str, float]] = {}
     findings: list[Finding] = []
     for name, rule in RULES.of(run.monitors):
@@ -204,7 +204,7 @@ def evaluate_rules(
             continue
         if rule.monitor not in overrides_of:
             overrides_of[rule.monitor] = merge_overrides(
-                rule.monitor, run.overrides.get(rule.monitor), given.get(rule.monitor)
+                rule.monitor, run.overrides.get(rule.monitor), thresholds.get(rule.monitor)
             )
         pause()
         limits = with_overrides(rule.limits or Limits, overrides_of[rule.monitor])
@@ -354,13 +354,13 @@ def named_findings(names: Collection[str], option: str) -> Callable[[Finding], b
     FindingNameError
         If a name is unknown, or there is none.
     """
-    known = [*(severity.value for severity in Severity), *RULES]
+    choices = [*(severity.value for severity in Severity), *RULES]
     if not names:
         example = "such as 'warning' or 'spike'"
         raise FindingNameError(option, f"expected a severity or names of rules, {example}")
     for name in names:
-        if name not in known:
-            problem = f"no severity or rule is called {name!r}{did_you_mean(name, known)}"
+        if name not in choices:
+            problem = f"no severity or rule is called {name!r}{did_you_mean(name, choices)}"
             raise FindingNameError(option, problem)
     ranks = [severity.rank for severity in Severity if severity.value in names]
     return lambda finding: finding.rule in names or any(finding.severity.rank >= rank for rank in ranks)

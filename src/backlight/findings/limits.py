@@ -59,8 +59,8 @@ class Limits:
         ThresholdError
             If a name is unknown or a value has the wrong type or lies out of bounds.
         """
-        known = {f.name: f for f in dataclasses.fields(self)}
-        return dataclasses.replace(self, **_checked(self.monitor, known, changes))
+        fields = {f.name: f for f in dataclasses.fields(self)}
+        return dataclasses.replace(self, **_checked(self.monitor, fields, changes))
 
     def changed(self) -> dict[str, float]:
         """Return the values that differ from the defaults, by name."""
@@ -87,7 +87,7 @@ def declared(monitor: str) -> dict[str, dataclasses.Field[Any]]:
 
 
 def merge_overrides(
-    monitor: str, recorded: Mapping[str, Any] | None = None, given: Mapping[str, Any] | None = None
+    monitor: str, recorded: Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, float]:
     """Return the overridden limits of a monitor by name: what the run recorded, then what the caller gives.
 
@@ -96,22 +96,22 @@ def merge_overrides(
     Raises
     ------
     ThresholdError
-        If ``given`` holds an unknown name, or a value of the wrong type or out of bounds.
+        If ``overrides`` holds an unknown name, or a value of the wrong type or out of bounds.
     """
-    if not recorded and not given:
+    if not recorded and not overrides:
         return {}
     kept, problems = known_overrides(monitor, recorded or {})
     for problem in problems:
         warnings.warn(f"backlight: a threshold that the run recorded is ignored: {problem}", stacklevel=3)
-    return _checked(monitor, declared(monitor), {**kept, **(given or {})})
+    return _checked(monitor, declared(monitor), {**kept, **(overrides or {})})
 
 
 def known_overrides(monitor: str, recorded: Mapping[str, Any]) -> tuple[dict[str, float], tuple[str, ...]]:
     """Return those recorded overrides that this release can use, and what is wrong with the others."""
-    known = declared(monitor)
-    problems = {name: _problem(monitor, known, name, value) for name, value in recorded.items()}
+    limits_of = declared(monitor)
+    problems = {name: _problem(monitor, limits_of, name, value) for name, value in recorded.items()}
     kept = {name: value for name, value in recorded.items() if not problems[name]}
-    return _checked(monitor, known, kept), tuple(filter(None, problems.values()))
+    return _checked(monitor, limits_of, kept), tuple(filter(None, problems.values()))
 
 
 def with_overrides(cls: type[L], overrides: Mapping[str, float]) -> L:
@@ -120,30 +120,30 @@ def with_overrides(cls: type[L], overrides: Mapping[str, float]) -> L:
 
 
 def _checked(
-    monitor: str, known: Mapping[str, dataclasses.Field[Any]], changes: Mapping[str, Any]
+    monitor: str, fields: Mapping[str, dataclasses.Field[Any]], changes: Mapping[str, Any]
 ) -> dict[str, Any]:
     taken: dict[str, Any] = {}
     for name, value in changes.items():
-        problem = _problem(monitor, known, name, value)
+        problem = _problem(monitor, fields, name, value)
         if problem:
             raise ThresholdError(problem)
-        taken[name] = int(value) if isinstance(known[name].default, int) else float(value)
+        taken[name] = int(value) if isinstance(fields[name].default, int) else float(value)
     return taken
 
 
-def _problem(monitor: str, known: Mapping[str, dataclasses.Field[Any]], name: str, value: Any) -> str:
+def _problem(monitor: str, fields: Mapping[str, dataclasses.Field[Any]], name: str, value: Any) -> str:
     """Return what is wrong with ``value`` for the limit ``name``; empty if nothing is."""
-    if name not in known:
-        hint = did_you_mean(str(name), sorted(known))
+    if name not in fields:
+        hint = did_you_mean(str(name), sorted(fields))
         return f"the {monitor} monitor has no threshold {name!r}{hint}"
-    whole = isinstance(known[name].default, int)
+    whole = isinstance(fields[name].default, int)
     kind = "a whole number" if whole else "a number"
     where = f"threshold {name!r} of the {monitor} monitor"
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return f"{where} must be {kind}, got {value!r}"
     if whole and value != int(value):
         return f"{where} counts steps and must be {kind}, got {value!r}"
-    low, high = known[name].metadata["low"], known[name].metadata["high"]
+    low, high = fields[name].metadata["low"], fields[name].metadata["high"]
     if not low <= value <= high:
         bounds = f"at least {low:g}" if math.isinf(high) else f"between {low:g} and {high:g}"
         return f"{where} must be {bounds}, got {value!r}"

@@ -21,22 +21,22 @@ def losses_of(run: Run) -> dict[str, Scalar]:
     """
     loss = run.scalar("loss")
     names = [name for name in run.scalar_names("backlight") if name.startswith("loss/")]
-    found = {name: scalar for name in sorted(names) if len((scalar := run.scalar(name)).steps)}
-    if len(found) < 2:
+    scalars = {name: scalar for name in sorted(names) if len((scalar := run.scalar(name)).steps)}
+    if len(scalars) < 2:
         return {run.loss_label(): loss} if len(loss.steps) else {}
     stored = run.fingerprint()
-    labels = loss_labels(found, run.parameters(), () if stored is None else stored.optimizers)
-    own = {labels[name]: scalar for name, scalar in found.items()}
-    rest = ~np.isin(loss.steps, np.concatenate([scalar.steps for scalar in own.values()]))
+    labels = loss_labels(scalars, run.parameters(), () if stored is None else stored.optimizers)
+    by_label = {labels[name]: scalar for name, scalar in scalars.items()}
+    rest = ~np.isin(loss.steps, np.concatenate([scalar.steps for scalar in by_label.values()]))
     if rest.sum() > LONE_STEPS:
-        own["loss of all"] = Scalar(loss.steps[rest], loss.values[rest], loss.unit)
-    return own
+        by_label["loss of all"] = Scalar(loss.steps[rest], loss.values[rest], loss.unit)
+    return by_label
 
 
 def loss_name(run: Run, group: str) -> str:
     """Return the scalar that is the loss of the parameters of ``group``, as ``0/1`` of optimizer 0."""
-    own = f"loss/{group.partition('/')[0]}"
-    return own if len(losses_of(run)) > 1 and len(run.scalar(own).steps) else "loss"
+    of_optimizer = f"loss/{group.partition('/')[0]}"
+    return of_optimizer if len(losses_of(run)) > 1 and len(run.scalar(of_optimizer).steps) else "loss"
 
 
 def sole_loss(run: Run) -> Scalar:
@@ -56,8 +56,8 @@ def loss_labels(
     modules = {}
     for name in names:
         number = name.partition("/")[2]
-        held = [r.name.split(".") for r in records if r.group.partition("/")[0] == number and r.in_model]
-        alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*held, strict=False))
+        paths = [r.name.split(".") for r in records if r.group.partition("/")[0] == number and r.in_model]
+        alike = itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
         modules[name] = ".".join(parts[0] for parts in alike)
     labels = {}
     for name, module in modules.items():

@@ -130,8 +130,8 @@ def scale_free_kinds(run: Run) -> tuple[str, ...]:
 def optimizer_name(run: Run, number: int) -> str:
     """Return the class of an optimizer; where several have it, with the parameters that it holds."""
     kinds = optimizer_kinds(run)
-    held = [p for p in run.parameters() if p.group.partition("/")[0] == str(number)]
+    members = [p for p in run.parameters() if p.group.partition("/")[0] == str(number)]
     kind = kinds[number] if number < len(kinds) else "the optimizer"
-    if kinds.count(kind) < 2 or not held:
+    if kinds.count(kind) < 2 or not members:
         return kind
-    return f"{kind} of {parameters([p.name for p in held], len(held))}"
+    return f"{kind} of {parameters([p.name for p in members], len(members))}"

@@ -236,7 +236,7 @@ class Settings:
         for monitor, values in self.thresholds.items():
             if not declared(monitor):
                 raise ValueError(f"thresholds.{monitor}: no monitor of that name has thresholds")
-            merge_overrides(monitor, given=values)
+            merge_overrides(monitor, overrides=values)
         for part in self.of_monitors.values():
             part.check_requested(self.monitors)
 

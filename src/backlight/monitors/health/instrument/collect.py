@@ -286,7 +286,7 @@ def _start(
     clip_norm: float | None,
     thresholds: Mapping[str, float] | None,
 ) -> Pending:
-    limits = with_overrides(ScoreLimits, merge_overrides("health", given=thresholds))
+    limits = with_overrides(ScoreLimits, merge_overrides("health", overrides=thresholds))
     grads = [None if t.grad is None else local(t.grad) for _, t in named]
     limit = math.nan if clip_norm is None else float(clip_norm)
     return Pending(tuple(name for name, _ in named), statistics(grads), groups, limits, limit)

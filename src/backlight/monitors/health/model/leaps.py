@@ -43,7 +43,7 @@ class LeapLimits(StretchLimits):
 
 def live_limits(thresholds: Mapping[str, Mapping[str, float]]) -> LeapLimits:
     """Return the limits with the thresholds of the run, which the rule is evaluated with as well."""
-    return with_overrides(LeapLimits, merge_overrides("health", given=thresholds.get("health")))
+    return with_overrides(LeapLimits, merge_overrides("health", overrides=thresholds.get("health")))
 
 
 @dataclass
