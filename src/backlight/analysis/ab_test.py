@@ -94,9 +94,9 @@ def run_ab_test(
         compare_pairs(*sides),
         tuple(difference.text for difference in differing),
         tuple(
-            f"{name}, {len(found)} of {rounds} runs: {found[0]}"
-            for name, found in zip("AB", troubles, strict=True)
-            if found
+            f"{name}, {len(reasons)} of {rounds} runs: {reasons[0]}"
+            for name, reasons in zip("AB", troubles, strict=True)
+            if reasons
         ),
     )
 

@@ -69,16 +69,16 @@ def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> Ti
         needed = f"{MIN_STEPS} or more are needed (backlight profile --traced)"
         why = f"no intervals: {min(counts)} traced steps, {needed}"
         return TimeComparison(counts, tuple(rows), confidence, (why,))
-    one, other = _by_step(first, counts[0]), _by_step(second, counts[1])
-    if one is None or other is None:
+    left, other = _by_step(first, counts[0]), _by_step(second, counts[1])
+    if left is None or other is None:
         why = "no intervals: a trace is not there, or cannot be read (pip install 'backlight[trace]')"
         return TimeComparison(counts, tuple(rows), confidence, (why,))
-    least = [NEGLIGIBLE * sum(float(np.median(series)) for series in side.values()) for side in (one, other)]
-    levels = levels_of((one, other), least)
+    least = [NEGLIGIBLE * sum(float(np.median(series)) for series in side.values()) for side in (left, other)]
+    levels = levels_of((left, other), least)
     waits = core_wait(first), core_wait(second)
     shown = (
         widen(
-            compare_series(row.name, one, other, difference, levels[row.name], ASSUMED),
+            compare_series(row.name, left, other, difference, levels[row.name], ASSUMED),
             *waits,
             is_drifting=False,
         )
@@ -114,10 +114,10 @@ def _by_step(run: Run, steps: int) -> dict[str, Floats] | None:
         each = [analyse_rank(timeline, number) for number in numbers]
     except (ModuleNotFoundError, ValueError, OSError):
         return None
-    on_device = any(one.device_total for one in each)
-    names = dict.fromkeys(row.name for one in each for row in one.kinds)
+    on_device = any(analysis.device_total for analysis in each)
+    names = dict.fromkeys(row.name for analysis in each for row in analysis.kinds)
     by_name = [
-        {row.name: (row.device if on_device else row.host) * 1e-9 for row in one.kinds} for one in each
+        {row.name: (row.device if on_device else row.host) * 1e-9 for row in rank.kinds} for rank in each
     ]
     return {name: np.array([row.get(name, 0.0) for row in by_name]) for name in names}
 
@@ -134,15 +134,15 @@ def groups_of_repeats(a: Run, b: Run) -> list[list[Mapping[str, float]]]:
 
     Where both runs are equal their own difference is the question: it is left out.
     """
-    one, other = a.fingerprint(), b.fingerprint()
-    if one is None or other is None:
+    first_print, other = a.fingerprint(), b.fingerprint()
+    if first_print is None or other is None:
         return []
-    given = {a.path.resolve(), b.path.resolve()}
-    if _is_equal(one, other) and a.monitors == b.monitors:
-        return [list(_repeats(a, one, given))]
+    compared = {a.path.resolve(), b.path.resolve()}
+    if _is_equal(first_print, other) and a.monitors == b.monitors:
+        return [list(_repeats(a, first_print, compared))]
     return [
-        list(_repeats(run, fingerprint, given - {run.path.resolve()}))
-        for run, fingerprint in ((a, one), (b, other))
+        list(_repeats(run, fingerprint, compared - {run.path.resolve()}))
+        for run, fingerprint in ((a, first_print), (b, other))
     ]
 
 
@@ -158,15 +158,15 @@ def _repeats(run: Run, fingerprint: Fingerprint, without: set[Path]) -> Iterator
         for attempt in other.attempts if other.monitors == run.monitors else ():
             stored = other.fingerprint(attempt.index)
             if stored is not None and _is_equal(fingerprint, stored):
-                found = medians(other, attempt.index)
-                if found is not None:
-                    yield found
+                by_phase = medians(other, attempt.index)
+                if by_phase is not None:
+                    yield by_phase
 
 
 def _neighbours(path: Path) -> list[Path]:
     try:
-        found = [p for p in path.parent.iterdir() if p != path and (p / MANIFEST).is_file()]
-        return sorted(found, key=lambda p: -(p / MANIFEST).stat().st_mtime)[:MAX_REPEATS]
+        neighbours = [p for p in path.parent.iterdir() if p != path and (p / MANIFEST).is_file()]
+        return sorted(neighbours, key=lambda p: -(p / MANIFEST).stat().st_mtime)[:MAX_REPEATS]
     except OSError:
         return []
 
@@ -272,9 +272,9 @@ def compare(runs: Sequence[Run], *, strict: bool = False, factor: str | None = N
     """
     if not 2 <= len(runs) <= MAX_RUNS:
         raise ValueError(f"expected 2 to {MAX_RUNS} runs to compare, got {len(runs)}")
-    found = assign_roles(_differences(runs), factor)
+    diffs = assign_roles(_differences(runs), factor)
     if strict:
-        _check(runs, found, factor)
+        _check(runs, diffs, factor)
     steps = last_part(runs)
     times = tuple(
         compare_times(runs[0], run, groups_of_repeats(runs[0], run), names=("A", letter))
@@ -282,9 +282,9 @@ def compare(runs: Sequence[Run], *, strict: bool = False, factor: str | None = N
     )
     return Comparison(
         tuple(_side(letter, run) for letter, run in zip(LETTERS, runs, strict=False)),
-        _headline(runs, found),
-        tuple(found),
-        tuple(_notes(runs, found, times)),
+        _headline(runs, diffs),
+        tuple(diffs),
+        tuple(_notes(runs, diffs, times)),
         steps,
         tuple(series_rows(runs, steps)),
         tuple(parameter_rows(runs, steps)),
@@ -304,14 +304,14 @@ def _side(letter: str, run: Run) -> Side:
 
 def _differences(runs: Sequence[Run]) -> list[Difference]:
     prints = [each for run in runs if (each := run.fingerprint()) is not None]
-    found = []
+    diffs = []
     if len(prints) == len(runs):
-        found = differences(prints, [{p.name: p.shape for p in run.parameters()} for run in runs])
-    found += _rates(runs)
+        diffs = differences(prints, [{p.name: p.shape for p in run.parameters()} for run in runs])
+    diffs += _rates(runs)
     monitors = tuple(", ".join(run.monitors) or "none" for run in runs)
     if len(set(monitors)) > 1:
-        found.append(Difference("monitors", "monitors", monitors, Role.NOTE))
-    return found
+        diffs.append(Difference("monitors", "monitors", monitors, Role.NOTE))
+    return diffs
 
 
 def _rates(runs: Sequence[Run]) -> Iterator[Difference]:
@@ -326,39 +326,39 @@ def _rates(runs: Sequence[Run]) -> Iterator[Difference]:
             yield Difference(f"lr.{name}", label, shown, remark=at)
 
 
-def _check(runs: Sequence[Run], found: Sequence[Difference], factor: str | None) -> None:
+def _check(runs: Sequence[Run], diffs: Sequence[Difference], factor: str | None) -> None:
     """Raise where a strict comparison refuses the runs."""
     unknown = [run.location for run in runs if run.fingerprint() is None]
     if unknown:
         raise ComparabilityError(
             f"{', '.join(unknown)}: no fingerprint, so that --strict cannot compare; leave --strict out"
         )
-    obstacles = [d.text for d in found if d.role is Role.OBSTACLE]
+    obstacles = [d.text for d in diffs if d.role is Role.OBSTACLE]
     if obstacles:
         paths = " and ".join(run.location for run in runs)
         raise ComparabilityError(
             f"{paths} are not comparable: {'; '.join(obstacles)}. Leave --strict out, or name what may "
             "differ, as --factor lr"
         )
-    if factor is not None and not any(d.role is Role.FACTOR for d in found):
+    if factor is not None and not any(d.role is Role.FACTOR for d in diffs):
         raise ComparabilityError(f"--factor {factor}: it is the same in all runs, or none of them has it")
 
 
-def _headline(runs: Sequence[Run], found: Sequence[Difference]) -> str:
+def _headline(runs: Sequence[Run], diffs: Sequence[Difference]) -> str:
     if any(run.fingerprint() is None for run in runs):
         return "Whether the configurations agree is not known."
     parameters = [{(p.name, p.shape) for p in run.parameters()} for run in runs]
-    scripts = any(d.field == "script" for d in found)
+    scripts = any(d.field == "script" for d in diffs)
     if scripts and not set.intersection(*parameters):
         return "Unrelated training runs: their scripts differ, and they have no parameter in common."
-    names = [d.name for d in found if d.role is not Role.NOTE]
+    names = [d.name for d in diffs if d.role is not Role.NOTE]
     if not names:
         return "The recorded configurations agree."
     return f"The configurations differ in {listed(names, 4)}."
 
 
 def _notes(
-    runs: Sequence[Run], found: Sequence[Difference], times: Sequence[TimeComparison]
+    runs: Sequence[Run], diffs: Sequence[Difference], times: Sequence[TimeComparison]
 ) -> Iterator[str]:
     for letter, run in zip(LETTERS, runs, strict=False):
         if lacks := lacking(run):
@@ -367,16 +367,16 @@ def _notes(
             yield f"{letter} has no fingerprint: it took no step."
         if len(run.attempts) > 1:
             yield f"{letter} has {len(run.attempts)} attempts; fingerprint and step times are of the last."
-    for differing in found:
+    for differing in diffs:
         if differing.field.startswith("lr.") and differing.remark:
             yield f"{differing.name[:1].upper()}{differing.name[1:]} {differing.remark}."
         elif differing.remark:
             yield f"{differing.name}: {differing.remark}."
-    yield from _first_differences(runs, [d for d in found if d.role is not Role.NOTE])
-    yield from _work(found, times)
+    yield from _first_differences(runs, [d for d in diffs if d.role is not Role.NOTE])
+    yield from _work(diffs, times)
 
 
-def _first_differences(runs: Sequence[Run], found: Sequence[Difference]) -> Iterator[str]:
+def _first_differences(runs: Sequence[Run], diffs: Sequence[Difference]) -> Iterator[str]:
     """Yield from which step on loss and gradient norm differ, or that something had no effect on them."""
     identical, amount = [], 0
     for name, label in (("loss", "loss"), ("total_norm", "gradient norm")):
@@ -390,45 +390,45 @@ def _first_differences(runs: Sequence[Run], found: Sequence[Difference]) -> Iter
         elif len(differing) and name == "loss":
             where = "" if differing[0] else ", the first common one"
             why = (
-                "" if found else "; no recorded difference explains it (seed, data, other code, determinism)"
+                "" if diffs else "; no recorded difference explains it (seed, data, other code, determinism)"
             )
             yield f"Loss differs from step {steps[differing[0]]} on{where}{why}."
     if identical:
-        changed = [d.name for d in found if d.field.startswith(("arguments", "flags", "optimizers"))]
+        changed = [d.name for d in diffs if d.field.startswith(("arguments", "flags", "optimizers"))]
         do = "does" if len(changed) == 1 else "do"
         why = f": {' and '.join(changed)} {do} not change them" if changed else ""
         verb = "is" if len(identical) == 1 else "are"
         yield f"{' and '.join(identical).capitalize()} {verb} identical at all {amount} common steps{why}."
 
 
-def _work(found: Sequence[Difference], times: Sequence[TimeComparison]) -> Iterator[str]:
+def _work(diffs: Sequence[Difference], times: Sequence[TimeComparison]) -> Iterator[str]:
     """Yield what a difference of step times may rest on besides speed."""
     if not any(each.rows for each in times):
         return
     other = [
         d.name
-        for d in found
+        for d in diffs
         if d.field in {"modules", "parameter_count", "world_size"}
         or (d.field.startswith("arguments.") and any(part in d.field.lower() for part in BATCH_ARGUMENTS))
     ]
     if other:
         yield f"A step is not the same work in all runs ({', '.join(other)})."
-    machines = [d.name for d in found if d.field in {"host", "device"}]
+    machines = [d.name for d in diffs if d.field in {"host", "device"}]
     if machines:
         yield f"The step times are of different machines ({', '.join(machines)})."
 
 
 def _findings(runs: Sequence[Run]) -> Iterator[FindingRow]:
     """Yield each finding that is no hint, in order; one of a rule and subject in several runs once."""
-    found: dict[tuple[str, str, str], tuple[Finding, list[str]]] = {}
+    by_subject: dict[tuple[str, str, str], tuple[Finding, list[str]]] = {}
     for letter, run in zip(LETTERS, runs, strict=False):
         for finding in findings_of(run):
             key = (finding.rule, finding.subject.parameter or "", finding.subject.module or "")
-            letters = found.setdefault(key, (finding, []))[1]
+            letters = by_subject.setdefault(key, (finding, []))[1]
             if letter not in letters:
                 letters.append(letter)
-    letters_of = {id(finding): letters for finding, letters in found.values()}
-    for finding in separate_hints(finding for finding, _ in found.values())[0]:
+    letters_of = {id(finding): letters for finding, letters in by_subject.values()}
+    for finding in separate_hints(finding for finding, _ in by_subject.values())[0]:
         present = letters_of[id(finding)]
         unknown = [
             letter

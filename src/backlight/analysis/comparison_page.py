@@ -48,11 +48,11 @@ def _tables(comparison: Comparison) -> Iterator[dict[str, Any]]:
     ]
     yield listing(("", *letters), rows, title="What differs")
     if comparison.findings:
-        found = [
+        findings = [
             (row.severity.value, ", ".join(row.present), ", ".join(row.unknown) or "none", row.title)
             for row in comparison.findings
         ]
-        yield listing(("", "in", "not checked", "finding"), found, title="Findings")
+        yield listing(("", "in", "not checked", "finding"), findings, title="Findings")
     shown = [row for row in comparison.rows if not row.is_equal]
     equal = [row for row in comparison.rows if row.is_equal]
     if comparison.steps is not None:
@@ -88,8 +88,8 @@ def _series(
 
 
 def _times(times: TimeComparison, title: str) -> dict[str, Any]:
-    one, other = times.names
-    heads = ("", f"{one} ms", f"{other} ms", f"{other}÷{one}", "interval", "")
+    first, other = times.names
+    heads = ("", f"{first} ms", f"{other} ms", f"{other}÷{first}", "interval", "")
     rows = []
     for row in times.rows:
         ratio, _, interval = row.text.partition(" ")

@@ -115,11 +115,11 @@ def _slashed(values: tuple[str, ...]) -> str:
 
 
 def _findings(comparison: Comparison) -> Iterator[str]:
-    apart = [row for row in comparison.findings if len(row.present) < len(comparison.runs)]
-    serious = apart[:1]
+    partial = [row for row in comparison.findings if len(row.present) < len(comparison.runs)]
+    serious = partial[:1]
     for row in serious:
         yield f"only in {_only_in(row)}: {row.severity.value}: {row.title}"
-    rest, shared = len(apart) - len(serious), len(comparison.findings) - len(apart)
+    rest, shared = len(partial) - len(serious), len(comparison.findings) - len(partial)
     parts = [f"{shared} in all runs"] if shared else []
     parts += [f"{rest}{' more' if serious else ''} in some"] if rest else []
     if parts or not comparison.findings:

@@ -83,31 +83,31 @@ def differences(prints: Sequence[Fingerprint], shapes: Sequence[Shapes] = ()) ->
 
     ``shapes`` are those of the runs: they show what differs where the names of all modules agree.
     """
-    given = [arguments(each.arguments) for each in prints]
-    ignored = ignored_arguments(prints, given)
-    found = _of("script", "script", [PurePath(each.script).name for each in prints])
+    arguments_of = [arguments(each.arguments) for each in prints]
+    ignored = ignored_arguments(prints, arguments_of)
+    diffs = _of("script", "script", [PurePath(each.script).name for each in prints])
     hashes = [each.script_hash for each in prints]
-    if not found and all(hashes):
+    if not diffs and all(hashes):
         edited = f"{PurePath(prints[0].script).name} was edited between the runs"
         rows = _of("script_hash", "script content", [each[:8] for each in hashes])
-        found += [replace(row, remark=edited) for row in rows]
-    found += _by_key("arguments", given, absent="not given")
-    found += _by_key("versions", [each.versions for each in prints])
-    found += _by_key("flags", [each.flags for each in prints])
+        diffs += [replace(row, remark=edited) for row in rows]
+    diffs += _by_key("arguments", arguments_of, absent="not given")
+    diffs += _by_key("versions", [each.versions for each in prints])
+    diffs += _by_key("flags", [each.flags for each in prints])
     if len({each.module_hash for each in prints}) > 1:
         trees = describe_trees([dict(each.modules) for each in prints])
         values = trees or describe_shapes(shapes or [{} for _ in prints])
-        found.append(Difference("modules", "modules" if trees else "shapes", values))
-    found += _of("parameter_count", "parameters", [f"{each.parameter_count:,}" for each in prints])
-    found += _of("device", "device", [each.device for each in prints])
-    found += _of("world_size", "ranks", [str(each.world_size) for each in prints])
-    found += _of("optimizers", "optimizer", [", ".join(each.optimizers) for each in prints])
+        diffs.append(Difference("modules", "modules" if trees else "shapes", values))
+    diffs += _of("parameter_count", "parameters", [f"{each.parameter_count:,}" for each in prints])
+    diffs += _of("device", "device", [each.device for each in prints])
+    diffs += _of("world_size", "ranks", [str(each.world_size) for each in prints])
+    diffs += _of("optimizers", "optimizer", [", ".join(each.optimizers) for each in prints])
     options = [each.hyperparameters for each in prints]
     if len({each.optimizers for each in prints}) == 1 and all(options):
-        found += _by_key("hyperparameters", options)
-    found += _of("dtypes", "type of weights", [_types(each.dtypes) for each in prints])
-    found += [replace(each, role=Role.NOTE) for each in _of("host", "host", [each.host for each in prints])]
-    return [replace(each, remark=each.remark or _remark(each, ignored)) for each in found]
+        diffs += _by_key("hyperparameters", options)
+    diffs += _of("dtypes", "type of weights", [_types(each.dtypes) for each in prints])
+    diffs += [replace(each, role=Role.NOTE) for each in _of("host", "host", [each.host for each in prints])]
+    return [replace(each, remark=each.remark or _remark(each, ignored)) for each in diffs]
 
 
 def _types(dtypes: Mapping[str, int]) -> str:
@@ -122,13 +122,13 @@ def _remark(difference: Difference, ignored: Mapping[str, str]) -> str:
     return "; ".join(ignored.values()) if field == "modules" else ""
 
 
-def assign_roles(found: list[Difference], factor: str | None) -> list[Difference]:
+def assign_roles(diffs: list[Difference], factor: str | None) -> list[Difference]:
     """Assign each difference its role: what the named factor explains is no obstacle.
 
     What an argument may change, such as the module tree, is its consequence, provided that the script and all
     other arguments agree.
     """
-    named = [_with_role(difference, factor) for difference in found]
+    named = [_with_role(difference, factor) for difference in diffs]
     unexplained = any(d.role is Role.OBSTACLE and d.field.startswith(("arguments", "script")) for d in named)
     by_argument = any(d.role is Role.FACTOR and d.field.startswith("arguments") for d in named)
     if not by_argument or unexplained:
@@ -160,12 +160,12 @@ def normalize(name: str) -> str:
     return name.lstrip("-").lower().replace("-", "_")
 
 
-def arguments(given: tuple[str, ...]) -> dict[str, str]:
+def arguments(tokens: tuple[str, ...]) -> dict[str, str]:
     """Read arguments such as ``--lr 0.1``, ``lr=0.1`` and ``--flag``; others are ``argument 1`` and so on."""
     read: dict[str, str] = {}
     name = ""
     position = 0
-    for token in given:
+    for token in tokens:
         negative = re.fullmatch(r"-\d+(\.\d*)?([eE][+-]?\d+)?", token)
         assigned = re.fullmatch(r"(-{0,2}[A-Za-z_][\w./-]*)=(.*)", token, re.DOTALL)
         if assigned:
@@ -191,7 +191,7 @@ def _of(field: str, name: str, values: Sequence[str]) -> list[Difference]:
 def _by_key(field: str, maps: Sequence[Mapping[str, str]], absent: str = "none") -> list[Difference]:
     keys = dict.fromkeys(key for each in maps for key in each)
     rows = [_of(f"{field}.{key}", key, [str(each.get(key, absent)) for each in maps]) for key in keys]
-    return [row for found in rows for row in found]
+    return [row for differing in rows for row in differing]
 
 
 def layers(modules: Mapping[str, str]) -> tuple[str, int] | None:
@@ -208,8 +208,8 @@ def layers(modules: Mapping[str, str]) -> tuple[str, int] | None:
         if (most := max(kinds.values())) >= 2 and most > sum(kinds.values()) / 2
     }
     outermost = [name for name in counted if not any(name.startswith(f"{other}.") for other in counted)]
-    found = max(outermost, key=lambda name: counted[name], default=None)
-    return None if found is None else (found, counted[found])
+    deepest = max(outermost, key=lambda name: counted[name], default=None)
+    return None if deepest is None else (deepest, counted[deepest])
 
 
 def describe_trees(trees: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
@@ -218,45 +218,45 @@ def describe_trees(trees: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
     Empty where names and types agree.
     """
     counted = [layers(tree) for tree in trees]
-    known = [each for each in counted if each is not None]
-    if len(known) == len(trees) and len({name for name, _ in known}) == 1 < len({n for _, n in known}):
-        return tuple(f"{count(number, 'layer')} in {name or 'the root'}" for name, number in known)
+    layered = [each for each in counted if each is not None]
+    if len(layered) == len(trees) and len({name for name, _ in layered}) == 1 < len({n for _, n in layered}):
+        return tuple(f"{count(number, 'layer')} in {name or 'the root'}" for name, number in layered)
     shared = set.intersection(*(set(tree.items()) for tree in trees))
-    own = [
+    unshared = [
         [f"{name or 'root'} {kind}" for name, kind in tree.items() if (name, kind) not in shared]
         for tree in trees
     ]
-    return tuple(listed(names, MAX_NAMES) or "no others" for names in own) if any(own) else ()
+    return tuple(listed(names, MAX_NAMES) or "no others" for names in unshared) if any(unshared) else ()
 
 
 def describe_shapes(shapes: Sequence[Shapes]) -> tuple[str, ...]:
     """Return the shapes of the parameters in which runs differ."""
     shared = set.intersection(*(set(each.items()) for each in shapes))
-    own = [
+    unshared = [
         [f"{name} {list(shape)}" for name, shape in each.items() if (name, shape) not in shared]
         for each in shapes
     ]
-    return tuple(listed(names, MAX_NAMES) or "other shapes" for names in own)
+    return tuple(listed(names, MAX_NAMES) or "other shapes" for names in unshared)
 
 
-def ignored_arguments(prints: Sequence[Fingerprint], given: Sequence[Mapping[str, str]]) -> dict[str, str]:
+def ignored_arguments(prints: Sequence[Fingerprint], by_run: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Return the arguments that should have shaped a model and did not, each with the reason.
 
     One that sets a number of layers is ignored where all runs ask for the same and have different ones;
     another that shapes a model where its values differ and module tree and shapes agree.
     """
-    found = {}
+    reasons = {}
     same_tree = len({each.module_hash for each in prints}) == 1 and prints[0].module_hash != ""
     counted = [layers(dict(each.modules)) for each in prints]
     numbers = [str(each[1]) for each in counted if each is not None]
-    for key in (key for key in given[0] if all(key in each for each in given)):
+    for key in (key for key in by_run[0] if all(key in each for each in by_run)):
         name, ignored = normalize(key).rpartition(".")[2], f"the argument `{key.lstrip('-')}` was ignored"
-        wanted = given[0][key]
-        if len({each[key] for each in given}) > 1:
+        wanted = by_run[0][key]
+        if len({each[key] for each in by_run}) > 1:
             if same_tree and SHAPE_ARGUMENTS.fullmatch(name):
-                found[key] = f"{ignored}: modules and parameters are the same"
+                reasons[key] = f"{ignored}: modules and parameters are the same"
         elif len(numbers) == len(prints) and len(set(numbers)) > 1 and LAYER_ARGUMENTS.fullmatch(name):
             missed = [letter for letter, number in zip(LETTERS, numbers, strict=False) if number != wanted]
             if wanted.isdigit():
-                found[key] = f"{ignored} in {', '.join(missed)}" if len(missed) < len(prints) else ignored
-    return found
+                reasons[key] = f"{ignored} in {', '.join(missed)}" if len(missed) < len(prints) else ignored
+    return reasons

@@ -91,12 +91,12 @@ def build_server(folder: Path) -> MCPServer[Any]:
         @functools.wraps(function)
         def answer(*args: Any, **kwargs: Any) -> CallToolResult:
             try:
-                found = function(*args, **kwargs)
+                reply = function(*args, **kwargs)
             except (ValueError, OSError, StoreError) as error:
                 raise ToolError(visible(str(error))) from error
             # The text of the SDK is indented, and half as long again.
-            text = TextContent(type="text", text=found.model_dump_json())
-            return CallToolResult(content=[text], structured_content=found.model_dump(mode="json"))
+            text = TextContent(type="text", text=reply.model_dump_json())
+            return CallToolResult(content=[text], structured_content=reply.model_dump(mode="json"))
 
         signature = inspect.signature(function, eval_str=True)
         returned = Annotated[CallToolResult, signature.return_annotation]
@@ -106,7 +106,7 @@ def build_server(folder: Path) -> MCPServer[Any]:
     @tool
     def list_runs(full: bool = False) -> Answer:
         """List the runs, the newest first: state, steps, last loss, worst severity and count of findings."""
-        found = [
+        listing = [
             {
                 "name": visible(run.path.name), "state": run.state.value,
                 "steps": run.steps, "loss": run.loss, "worst": run.worst and run.worst.value,
@@ -115,24 +115,24 @@ def build_server(folder: Path) -> MCPServer[Any]:
             }
             for run in _runs(root).values()
         ]  # fmt: skip
-        return _bounded({"runs": found}, (), full)
+        return _bounded({"runs": listing}, (), full)
 
     @tool
     def run_summary(run: str, full: bool = False) -> Answer:
         """Summarise a run: result, how it ended, model, what can be read from it."""
-        opened, source, said = _opened(root, run)
+        opened, source, result_of = _opened(root, run)
         fingerprint = opened.fingerprint()
         recorded = {
-            "headline": said.headline, "result": f"{said.tally}. {said.detail}",
+            "headline": result_of.headline, "result": f"{result_of.tally}. {result_of.detail}",
             "lacks": opened.shortfall or None,
-            "status": opened.status.value, "ended": said.status, "about": list(said.about),
+            "status": opened.status.value, "ended": result_of.status, "about": list(result_of.about),
             "monitors": list(opened.monitors),
             "findings": [f"{f.severity.value}: {f.rule}: {visible(f.title)}" for f in source.findings],
-            "hints": said.hints,
+            "hints": result_of.hints,
             "scalars": [visible(name) for name in opened.scalar_names()],
             "versions": {} if fingerprint is None else codec.plain(fingerprint.versions),
         }  # fmt: skip
-        return _bounded(recorded, _missing(said), full)
+        return _bounded(recorded, _missing(result_of), full)
 
     @tool
     def findings(run: str, severity: Severity = Severity.INFO, full: bool = False) -> Answer:
@@ -140,12 +140,12 @@ def build_server(folder: Path) -> MCPServer[Any]:
 
         severity: that and above; info includes hints.
         """
-        opened, source, said = _opened(root, run)
+        opened, source, summary = _opened(root, run)
         every = (*source.findings, *source.hints)
-        found = [_finding(finding) for finding in every if finding.severity.rank >= severity.rank]
-        recorded = {"result": said.tally, "lacks": opened.shortfall or None, "findings": found,
-                    "withdrawn": [one.text for one in said.withdrawn]}  # fmt: skip
-        return _bounded(recorded, _missing(said), full)
+        rows = [_finding(finding) for finding in every if finding.severity.rank >= severity.rank]
+        recorded = {"result": summary.tally, "lacks": opened.shortfall or None, "findings": rows,
+                    "withdrawn": [withdrawal.text for withdrawal in summary.withdrawn]}  # fmt: skip
+        return _bounded(recorded, _missing(summary), full)
 
     @tool
     def series(run: str, name: str = "loss", parameter: str = "", points: int = POINTS) -> Answer:
@@ -154,24 +154,24 @@ def build_server(folder: Path) -> MCPServer[Any]:
         name: a scalar such as loss or total_norm; with parameter, a column of its gradients or updates, such
         as gradient/norm or update/update_norm. points: windows, up to 500.
         """
-        opened, _, said = _opened(root, run)
+        opened, _, summary = _opened(root, run)
         steps, values, unit = _values(opened, name, parameter)
         windows = _windows(steps, values, max(1, min(points, MAX_POINTS)))
         recorded = {"name": name, "parameter": parameter or None, "unit": unit, "recorded_steps": len(steps),
                     "columns": ["step", "min", "mean", "max"], "windows": windows}  # fmt: skip
-        return _bounded(recorded, _missing(said), points > POINTS)
+        return _bounded(recorded, _missing(summary), points > POINTS)
 
     @tool
     def compare_runs(a: str, b: str, full: bool = False) -> Answer:
         """Compare two runs: configuration first, then medians side by side, step time and findings."""
         opened = [_opened(root, name)[0] for name in (a, b)]
-        found = compare(opened)
+        comparison = compare(opened)
         recorded = {
-            "headline": found.headline, "steps_compared": found.steps,
-            "differences": [codec.plain(each) for each in found.differences],
-            "findings": [codec.plain(each) for each in found.findings],
-            "notes": list(found.notes), "step_time": [each.verdict for each in found.times],
-            "series": [{"name": row.name, "a_b": list(row.texts)} for row in found.rows],
+            "headline": comparison.headline, "steps_compared": comparison.steps,
+            "differences": [codec.plain(each) for each in comparison.differences],
+            "findings": [codec.plain(each) for each in comparison.findings],
+            "notes": list(comparison.notes), "step_time": [each.verdict for each in comparison.times],
+            "series": [{"name": row.name, "a_b": list(row.texts)} for row in comparison.rows],
         }  # fmt: skip
         return _bounded(recorded, (), full)
 
@@ -182,12 +182,12 @@ def build_server(folder: Path) -> MCPServer[Any]:
 
         if _owner(pid) != os.geteuid():
             raise ValueError(f"pid {pid}: no process of this user; expected the pid of a training process")
-        found = attach(pid, min(max(seconds, 0.5), 30.0), native=False)
+        attached = attach(pid, min(max(seconds, 0.5), 30.0), native=False)
         recorded = {
-            "diagnosis": codec.plain(found.diagnosis),
-            "threads": [visible(line) for line in found.threads.splitlines()],
+            "diagnosis": codec.plain(attached.diagnosis),
+            "threads": [visible(line) for line in attached.threads.splitlines()],
         }
-        return _bounded(recorded, found.unseen, full)
+        return _bounded(recorded, attached.unseen, full)
 
     @tool
     def rule_documentation(rule: str, full: bool = False) -> Page:
@@ -212,18 +212,18 @@ def _runs(root: Path) -> dict[str, ListedRun]:
 
 def _opened(root: Path, name: str) -> tuple[Run, Source, Outcome]:
     """Return a run by the name of its directory, with its findings and what was not measured."""
-    found = _runs(root)
-    if name not in found:
-        raise ValueError(f"run {name!r}: not in {root.name}{did_you_mean(name, list(found))}")
-    run = open_run(found[name].path)
+    runs = _runs(root)
+    if name not in runs:
+        raise ValueError(f"run {name!r}: not in {root.name}{did_you_mean(name, list(runs))}")
+    run = open_run(runs[name].path)
     source = Source(run, tuple(findings_of(run)))
     return run, source, outcome(source)
 
 
-def _missing(said: Outcome) -> list[str]:
-    return [*(f"lost: {loss}" for loss in said.losses)] + [
-        f"{one.what}: {one.reason}{': ' + ', '.join(one.names[:5]) if one.names else ''}"
-        for one in said.unmeasured
+def _missing(result: Outcome) -> list[str]:
+    return [*(f"lost: {loss}" for loss in result.losses)] + [
+        f"{gap.what}: {gap.reason}{': ' + ', '.join(gap.names[:5]) if gap.names else ''}"
+        for gap in result.unmeasured
     ]
 
 
@@ -260,14 +260,14 @@ def _values(run: Run, name: str, parameter: str) -> tuple[Any, Any, str]:
 
 def _windows(steps: Any, values: Any, points: int) -> list[list[float]]:
     """Return first step, minimum, mean and maximum of up to ``points`` windows of equal numbers of steps."""
-    found: list[list[float]] = []
+    rows: list[list[float]] = []
     for window in np.array_split(np.arange(len(steps)), min(points, len(steps)) or 1):
         if len(window):
             part = np.asarray(values[window], dtype=np.float64)
             numbers = (float(part.min()), float(part.mean()), float(part.max()))
             rounded = [float(f"{number:.5g}") for number in numbers]
-            found.append([int(steps[window[0]]), *rounded])
-    return found
+            rows.append([int(steps[window[0]]), *rounded])
+    return rows
 
 
 def _owner(pid: int) -> int | None:

@@ -69,10 +69,10 @@ class Overlaid:
                 name: {
                     "run": str(path),
                     "facts": codec.plain(facts),
-                    "verdict": codec.plain(found) if found else None,
+                    "verdict": codec.plain(detection) if detection else None,
                     "reason": self.reasons.get(name),
                 }
-                for name, (path, facts, found) in self.runs.items()
+                for name, (path, facts, detection) in self.runs.items()
             },
             "measures": {
                 measure: {
@@ -90,17 +90,17 @@ def overlay(runs: Sequence[Run], *, align: bool = False, only: Sequence[str] = (
         raise ValueError(f"got {len(runs)} run; a comparison needs at least two")
     named = _named(runs)
     reasons: dict[str, str] = {}
-    found: dict[str, tuple[Path, Stated, Detection | None]] = {}
+    detections: dict[str, tuple[Path, Stated, Detection | None]] = {}
     for name, run in named.items():
         try:
             detection: Detection | None = detect_run(run, limits_of(run))
         except DetectionError as error:
             detection, reasons[name] = None, str(error)
-        found[name] = (run.path, stated(run), detection)
+        detections[name] = (run.path, stated(run), detection)
     left_out = []
     measures: dict[str, dict[str, Series]] = {}
     for name, run in named.items():
-        detection = found[name][2]
+        detection = detections[name][2]
         if align and (detection is None or detection.generalised is None):
             left_out.append(name)
             continue
@@ -112,9 +112,9 @@ def overlay(runs: Sequence[Run], *, align: bool = False, only: Sequence[str] = (
         raise ValueError("none of the runs generalised, so that there is nothing to align; leave out --align")
     if not measures:
         asked = f" that begins with {', '.join(only)}" if only else ""
-        known = ", ".join(sorted({m for run in runs for m in _series(run)})[:12]) or "none"
-        raise ValueError(f"none of the runs has a measure{asked}; there are: {known}")
-    return Overlaid(found, reasons, measures, align, tuple(left_out))
+        measured = ", ".join(sorted({m for run in runs for m in _series(run)})[:12]) or "none"
+        raise ValueError(f"none of the runs has a measure{asked}; there are: {measured}")
+    return Overlaid(detections, reasons, measures, align, tuple(left_out))
 
 
 def _series(run: Run) -> dict[str, Series]:
@@ -147,10 +147,10 @@ def value_at(series: Series, step: int) -> float | None:
 def as_page(overlaid: Overlaid) -> OverlayPage:
     """Return the page of overlaid runs."""
     rows = []
-    for name, (_, facts, found) in overlaid.runs.items():
+    for name, (_, facts, detection) in overlaid.runs.items():
         times = ("not evaluated", "", "")
-        if found is not None:
-            times = (found.words, str(found.memorised or ""), str(found.generalised or ""))
+        if detection is not None:
+            times = (detection.words, str(detection.memorised or ""), str(detection.generalised or ""))
         rows.append((name, facts.experiment, facts.control, *times))
     remarks = [f"{name} never generalised and could not be aligned." for name in overlaid.left_out]
     remarks += [f"{reason}." for reason in overlaid.reasons.values()]

@@ -82,7 +82,7 @@ def _series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator
             "median clip factor": [read_scalar(run, "clip/factor") for run in runs],
         }
         for name, each in series.items():
-            yield _row(name, "1", [_median_between(one, steps) for one in each])
+            yield _row(name, "1", [_median_between(series, steps) for series in each])
         yield _row("median health", "1", [_median_health(run, steps) for run in runs])
     for name, label in learning_rates(runs).items():
         yield _row(f"final {label}", "1", [_last(read_scalar(run, name)) for run in runs])
@@ -129,11 +129,11 @@ def parameter_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterat
             values, measured = frame.values[rows], frame.measured[rows]
             medians.append({name: _median(values[measured[:, i], i]) for i, name in enumerate(frame.names)})
         label = "gradient" if series == "gradient" else "update / weight"
-        found = [
+        table = [
             _row(f"{name}: {label}", "1", [each.get(name) for each in medians])
             for name in dict.fromkeys(p.name for p in runs[0].parameters() if (p.name, p.shape) in shared)
         ]
-        yield from sorted((row for row in found if _spread(row)), key=lambda row: -_spread(row))[
+        yield from sorted((row for row in table if _spread(row)), key=lambda row: -_spread(row))[
             :MAX_PARAMETERS
         ]
 
@@ -152,18 +152,18 @@ def _row(name: str, unit: str, values: Sequence[float | None]) -> Row:
 
 def losses_by_label(runs: Sequence[Run]) -> dict[str, list[Series]]:
     """Return the losses of each run by what they are called there, without values where a run has none."""
-    found = [losses_of(run) for run in runs]
+    losses = [losses_of(run) for run in runs]
     empty: Series = (np.empty(0, np.int64), np.empty(0))
     return {
-        label: [(of[label].steps, of[label].values) if label in of else empty for of in found]
-        for label in dict.fromkeys(label for of in found for label in of)
+        label: [(of[label].steps, of[label].values) if label in of else empty for of in losses]
+        for label in dict.fromkeys(label for of in losses for label in of)
     }
 
 
 def read_scalar(run: Run, name: str, source: str = "backlight") -> Series:
     """Return steps and values of a scalar."""
-    found = run.scalar(name, source)
-    return found.steps, found.values
+    scalar = run.scalar(name, source)
+    return scalar.steps, scalar.values
 
 
 def common_steps(series: Sequence[Series]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -171,7 +171,7 @@ def common_steps(series: Sequence[Series]) -> tuple[NDArray[np.int64], NDArray[n
     steps = series[0][0]
     for others, _ in series[1:]:
         steps = np.intersect1d(steps, others)
-    values = [values[np.searchsorted(own, steps)] for own, values in series]
+    values = [values[np.searchsorted(at, steps)] for at, values in series]
     return steps, np.array(values, dtype=np.float64).reshape(len(series), len(steps))
 
 

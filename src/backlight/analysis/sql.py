@@ -67,23 +67,23 @@ def query(run: Run, statement: str) -> Iterator[QueryResult]:
     """
     import duckdb  # noqa: PLC0415 - an optional library
 
-    known = tables(run)
+    by_name = tables(run)
     connection = duckdb.connect(":memory:", config=_CONFIGURATION)
     try:
-        for table in known.values():
+        for table in by_name.values():
             connection.register(table.name, _view(table))
         connection.execute("SET lock_configuration = true")
-        yield _execute(duckdb, connection, statement, known)
+        yield _execute(duckdb, connection, statement, by_name)
     finally:
         connection.close()
 
 
-def _execute(duckdb: Any, connection: Any, statement: str, known: Mapping[str, Table]) -> QueryResult:
+def _execute(duckdb: Any, connection: Any, statement: str, by_name: Mapping[str, Table]) -> QueryResult:
     try:
         statements = connection.extract_statements(statement)
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
             raise QueryError(
-                f"expected one SELECT over: {', '.join(known)}; nothing else can be done to a run"
+                f"expected one SELECT over: {', '.join(by_name)}; nothing else can be done to a run"
             )
         relation = connection.sql(statement)
         # Renamed in DuckDB 1.5.
@@ -91,19 +91,19 @@ def _execute(duckdb: Any, connection: Any, statement: str, known: Mapping[str, T
         reader = read(100_000)
         return QueryResult(tuple(reader.schema.names), reader)
     except duckdb.Error as error:
-        raise QueryError(_explain(str(error), statement, known)) from None
+        raise QueryError(_explain(str(error), statement, by_name)) from None
 
 
-def _explain(message: str, statement: str, known: Mapping[str, Table]) -> str:
+def _explain(message: str, statement: str, by_name: Mapping[str, Table]) -> str:
     """Return one line: the message of DuckDB, and the known names."""
     first = message.strip().splitlines()[0].strip()
     if "column" in first.casefold() or "Binder Error" in first:
-        asked = [table for name, table in known.items() if name in statement.casefold()] or list(
-            known.values()
+        asked = [table for name, table in by_name.items() if name in statement.casefold()] or list(
+            by_name.values()
         )
         there = "; ".join(f"{table.name} has {', '.join(table.names)}" for table in asked)
     else:
-        there = f"tables: {', '.join(known)}"
+        there = f"tables: {', '.join(by_name)}"
     return f"{first} - {there}"
 
 
