@@ -45,8 +45,8 @@ class ImportHook:
         self._is_asking = True
         try:
             finders = [finder for finder in sys.meta_path if finder is not self]
-            found = (finder.find_spec(name, path, target) for finder in finders)
-            spec = next((spec for spec in found if spec is not None), None)
+            specs = (finder.find_spec(name, path, target) for finder in finders)
+            spec = next((spec for spec in specs if spec is not None), None)
         finally:
             self._is_asking = False
         if spec is not None and spec.loader is not None:

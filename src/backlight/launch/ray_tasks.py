@@ -38,12 +38,12 @@ class RayOptions:
     def of(cls, items: Iterable[str], **default: float) -> RayOptions:
         """Return the options of ``key=value`` items; ``default`` holds those that are not given."""
         example = "key=value, such as cpus=4, gpus=1 or address=auto"
-        given = assignments(items, "--ray", example, RayError)
-        known = cls.__dataclass_fields__
-        for key in given:
-            if key not in known:
-                raise RayError(f"--ray {key}: expected one of {', '.join(known)}")
-        values: dict[str, Any] = {**default, **{key: _number(key, text) for key, text in given.items()}}
+        texts = assignments(items, "--ray", example, RayError)
+        options = cls.__dataclass_fields__
+        for key in texts:
+            if key not in options:
+                raise RayError(f"--ray {key}: expected one of {', '.join(options)}")
+        values: dict[str, Any] = {**default, **{key: _number(key, text) for key, text in texts.items()}}
         if importlib.util.find_spec("ray") is None:
             raise RayError("--ray: Ray is not installed; run: pip install 'backlight[ray]'")
         return cls(**values)

@@ -94,11 +94,11 @@ class Recipe:
 
     def batches(self, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         """Return an iterator over the batches of ``rank``; ranks are given disjoint data by the recipe."""
-        given = self._call("batches", rank=rank, world_size=world_size)
+        batches = self._call("batches", rank=rank, world_size=world_size)
         try:
-            return iter(given)
+            return iter(batches)
         except TypeError:
-            raise self._wrong("batches", given, "an iterable of batches") from None
+            raise self._wrong("batches", batches, "an iterable of batches") from None
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Return the loss of ``batch``, a tensor with one element."""
@@ -155,7 +155,7 @@ class Recipe:
         what = type(got).__name__ if shape is None else f"a tensor of shape {tuple(shape)}"
         return RecipeError(f"{self.path}: {function} returned {what}, expected {expected}")
 
-    def _call(self, function: str, *given: Any, **named: Any) -> Any:
+    def _call(self, function: str, *positional: Any, **named: Any) -> Any:
         if not self.has(function):
             raise RecipeError(
                 f"{self.path}: defines no {function}; add `def {_SIGNATURES[function]}` to the recipe"
@@ -163,7 +163,7 @@ class Recipe:
         names, takes_all = _accepted(self.module, function)
         taken = {key: value for key, value in self.settings.items() if takes_all or key in names}
         target: Callable[..., Any] = getattr(self.module, function)
-        return target(*given, **named, **taken)
+        return target(*positional, **named, **taken)
 
 
 def read_recipe(
@@ -175,26 +175,26 @@ def read_recipe(
         raise RecipeError(f"{path}: no such recipe; expected a Python file below {Path.cwd()}")
     refuse_script(path)
     module = _execute(path)
-    found = [name for name in _SIGNATURES if callable(getattr(module, name, None))]
-    missing = [name for name in needs if name not in found]
+    functions = [name for name in _SIGNATURES if callable(getattr(module, name, None))]
+    missing = [name for name in needs if name not in functions]
     if missing:
         wanted = ", ".join(f"`def {_SIGNATURES[name]}`" for name in missing)
         raise RecipeError(
             f"{path}: not a recipe for this command: expected {wanted}; "
-            f"found {', '.join(found) or 'none of the functions of a recipe'}"
+            f"found {', '.join(functions) or 'none of the functions of a recipe'}"
         )
-    given = dict(settings or {})
-    _check_settings(path, module, given)
-    return Recipe(path, module, MappingProxyType(given))
+    taken = dict(settings or {})
+    _check_settings(path, module, taken)
+    return Recipe(path, module, MappingProxyType(taken))
 
 
 def parse_settings(pairs: Sequence[str]) -> dict[str, Any]:
     """Read ``key=value`` pairs of a command line; a value is a Python literal, else text."""
-    found = assignments(pairs, "--set", "name=value, such as --set dim=512", RecipeError)
-    for key in found:
+    texts = assignments(pairs, "--set", "name=value, such as --set dim=512", RecipeError)
+    for key in texts:
         if not key.isidentifier():
             raise RecipeError(f"--set {key}: expected a Python name, such as --set dim=512")
-    return {key: parse_value(text) for key, text in found.items()}
+    return {key: parse_value(text) for key, text in texts.items()}
 
 
 def parse_value(text: str) -> Any:
@@ -273,11 +273,11 @@ def _check_settings(path: Path, module: ModuleType, settings: Mapping[str, Any])
     accepted = [_accepted(module, name) for name in ("build_model", "batches", "build_optimizer")]
     if any(takes_all for _, takes_all in accepted):
         return
-    known = sorted(set().union(*(names for names, _ in accepted)))
+    names = sorted(set().union(*(names for names, _ in accepted)))
     for key in settings:
-        if key not in known:
+        if key not in names:
             raise RecipeError(
-                f"{path}: no function of the recipe takes the setting {key!r}{did_you_mean(key, known)}"
+                f"{path}: no function of the recipe takes the setting {key!r}{did_you_mean(key, names)}"
             )
 
 

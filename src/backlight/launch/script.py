@@ -91,8 +91,8 @@ def forget_file() -> None:
 def leave_own_path(target: str, *, module: bool, is_container: bool = False) -> None:
     """Put first on the path what ``python`` does for a target, in place of what it did for backlight."""
     here = str(Path.cwd())
-    own = {str(Path(word).resolve().parent) for word in sys.orig_argv[1:2]} | {here, ""}
-    if not sys.flags.safe_path and sys.path[:1] and sys.path[0] in own:
+    added = {str(Path(word).resolve().parent) for word in sys.orig_argv[1:2]} | {here, ""}
+    if not sys.flags.safe_path and sys.path[:1] and sys.path[0] in added:
         del sys.path[0]
     if is_container:
         sys.path.insert(0, _from_here(target))
@@ -178,8 +178,8 @@ def show(error: BaseException) -> None:
         if not failed:
             sys.excepthook(type(error), error, stack)
     except Exception as raised:  # noqa: BLE001 - a broken hook of the script still leaves a traceback
-        own = raised.__traceback__ and raised.__traceback__.tb_next
-        text = "".join(traceback.format_exception(type(raised), raised, own))
+        stack_below = raised.__traceback__ and raised.__traceback__.tb_next
+        text = "".join(traceback.format_exception(type(raised), raised, stack_below))
         failed = f"Error in sys.excepthook:\n{text}\nOriginal exception was:\n"
     if failed:
         text = "".join(traceback.format_exception(type(error), error, stack))
@@ -252,19 +252,19 @@ def _check_module(name: str) -> None:
         raise ScriptNotFoundError(f"-m {name}: is a file, expected the name of a module; leave out -m")
     leave_own_path(name, module=True)
     try:
-        found = importlib.util.find_spec(name)
-        if found is not None and found.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
             name = f"{name}.__main__"
-            found = importlib.util.find_spec(name)
+            spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             return  # missing in a package of the user's: running it shows where
-        found = None
+        spec = None
     except ValueError:  # not a name of a module
-        found = None
+        spec = None
     except Exception:  # noqa: BLE001 - of a package of the user's: running it shows where
         return
-    if found is None:
+    if spec is None:
         raise ScriptNotFoundError(f"no module named {name!r} in {Path.cwd()} or on the path")
 
 

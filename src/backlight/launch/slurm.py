@@ -67,31 +67,31 @@ class Job:
         return self.out.with_name(f"{self.out.name}.slurm")
 
     @classmethod
-    def of(cls, given: dict[str, Any], command: Sequence[str], out: Path) -> Job:
+    def of(cls, parameters: dict[str, Any], command: Sequence[str], out: Path) -> Job:
         """Return the job of the parameters of ``--slurm``."""
-        for key in sorted(_REFUSED & given.keys()):
+        for key in sorted(_REFUSED & parameters.keys()):
             raise ClusterError(
-                f"--slurm {key}={given[key]}: Slurm starts one torchrun per node, and that starts the "
+                f"--slurm {key}={parameters[key]}: Slurm starts one torchrun per node, and that starts the "
                 "ranks; give nproc_per_node, or gpus_per_node for one rank per GPU"
             )
-        per_node = given.get("nproc_per_node", _gpus(given.get("gpus_per_node", 1)))
-        limit = given.get("timeout_min", given.get("time"))
-        numbers = {"nodes": given.get("nodes", 1), "nproc_per_node": per_node}
-        numbers["max_restarts"] = given.get("max_restarts", 0)
+        per_node = parameters.get("nproc_per_node", _gpus(parameters.get("gpus_per_node", 1)))
+        limit = parameters.get("timeout_min", parameters.get("time"))
+        numbers = {"nodes": parameters.get("nodes", 1), "nproc_per_node": per_node}
+        numbers["max_restarts"] = parameters.get("max_restarts", 0)
         for key, value in numbers.items():
             least = int(key != "max_restarts")
             if not isinstance(value, int) or value < least:
                 raise ClusterError(f"--slurm {key}={value}: expected a whole number, at least {least}")
         return cls(
-            name=str(given.get("name", out.name)),
+            name=str(parameters.get("name", out.name)),
             command=tuple(command),
             out=out,
             nodes=numbers["nodes"],
             per_node=numbers["nproc_per_node"],
             minutes=None if limit is None else minutes_of(limit),
             restarts=numbers["max_restarts"],
-            setup=str(given.get("setup", "")),
-            directives={key: value for key, value in given.items() if key not in _OWN},
+            setup=str(parameters.get("setup", "")),
+            directives={key: value for key, value in parameters.items() if key not in _OWN},
         )
 
 
@@ -202,7 +202,7 @@ def batch_script(job: Job) -> str:
     )
 
 
-def _gpus(given: int | str) -> int | str:
+def _gpus(gpus: int | str) -> int | str:
     """Return the number of ``gpus_per_node=8`` or ``gpus_per_node=a100:8``."""
-    last = str(given).rsplit(":", maxsplit=1)[-1]
-    return int(last) if last.isdigit() else given
+    last = str(gpus).rsplit(":", maxsplit=1)[-1]
+    return int(last) if last.isdigit() else gpus
