@@ -37,8 +37,8 @@ def register(shell: Any) -> None:
     """Register the magic in the shell of a notebook or of IPython."""
 
     def backlight(line: str, cell: str) -> None:
-        given = vars(_parser().parse_args(shlex.split(line)))
-        settings = {name: value for name, value in given.items() if value is not None}
+        options = vars(_parser().parse_args(shlex.split(line)))
+        settings = {name: value for name, value in options.items() if value is not None}
         try:
             watching = watch(None, None, **settings)
         except ValueError as error:

@@ -65,10 +65,10 @@ def require(distribution: str, extra: str) -> str:
     """Return the installed version of ``distribution``, which is recent enough."""
     least = OLDEST_RELEASES[distribution]
     try:
-        found = importlib.metadata.version(distribution)
+        version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        found = ""
-    if _numbers(found) < _numbers(least):
+        version = ""
+    if _numbers(version) < _numbers(least):
         names = {
             "lightning": "lightning",
             "huggingface": "huggingface",
@@ -79,9 +79,9 @@ def require(distribution: str, extra: str) -> str:
         source = f"'backlight[{names[extra]}]'" if extra in names else extra
         raise FrameworkError(
             f"backlight.integrations.{extra}: expected {distribution} {least} or newer, "
-            f"{f'got {found}' if found else 'it is not installed'}; run: pip install --upgrade {source}"
+            f"{f'got {version}' if version else 'it is not installed'}; run: pip install --upgrade {source}"
         )
-    return found
+    return version
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -154,9 +154,9 @@ class Hosted:
         if not self.active or self.watch is None or "log" in self._broken:
             return
         with self.shield("log", "what the framework logs"):
-            own = {n: v for n, v in values.items() if n not in {"step", "self"} and _is_number(v)}
-            if own:
-                self.watch.log(own, step=step)
+            numbers = {n: v for n, v in values.items() if n not in {"step", "self"} and _is_number(v)}
+            if numbers:
+                self.watch.log(numbers, step=step)
 
     def end(self, error: BaseException | None = None) -> None:
         """Close the run, and report the findings once."""
@@ -194,16 +194,16 @@ class Hosted:
             wait_for_ranks(path, OTHER_RANKS_TIMEOUT_S)
         try:
             run = open_run(path)
-            found = findings_of(run)
+            findings = findings_of(run)
         except StoreError as error:
             write(f"backlight: {error}", file=sys.stderr)
             return
         if self._summary and notebook_shell() is None:  # its cell shows them
-            _print_summary(run, found)
+            _print_summary(run, findings)
         if self._on_end is not None:
             name = getattr(self._on_end, "__qualname__", type(self._on_end).__name__)
             with self.shield("on_end", f"what {name} would have done"):
-                self._on_end(found)
+                self._on_end(findings)
 
 
 def _print_summary(run: Run, findings: Findings) -> None:

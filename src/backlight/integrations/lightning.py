@@ -85,8 +85,8 @@ class BacklightCallback(HostedCallback, Callback):
         if not self._hosted.active:
             return
         with self._hosted.shield(hook, "what the trainer logs"):
-            known = trainer.callback_metrics
+            metrics = trainer.callback_metrics
             # A value that was not logged again is the same object.
-            fresh = {name: v for name, v in known.items() if self._logged.get(name) is not v}
-            self._logged = dict(known)
+            fresh = {name: v for name, v in metrics.items() if self._logged.get(name) is not v}
+            self._logged = dict(metrics)
             self._hosted.log(fresh, step=trainer.global_step)

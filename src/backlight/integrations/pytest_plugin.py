@@ -67,8 +67,8 @@ class BacklightWatch:
         fails = named_findings([name.strip() for name in fail_on.split(",")], "fail_on")
         self._count += 1
         name = "run" if self._count == 1 else f"run-{self._count}"
-        given = {"run": self._folder / name, "every": 1, "quiet": True, "summary": False, **settings}
-        with contextlib.suppress(StopTraining), watch(model, optimizer, **given) as watched:
+        options = {"run": self._folder / name, "every": 1, "quiet": True, "summary": False, **settings}
+        with contextlib.suppress(StopTraining), watch(model, optimizer, **options) as watched:
             yield watched
         _check(watched, fails)
 

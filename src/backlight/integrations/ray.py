@@ -227,7 +227,7 @@ class _Stalls:
                 self._events[node] = ray.get(request)
                 request = None
             self._requests[node] = request or _on_node(node, read_stalls, self.directory, self.launch)
-        return [one for stored in self._events.values() for one in stored]
+        return [stall for stored in self._events.values() for stall in stored]
 
 
 def _enter(environment: dict[str, str]) -> None:
@@ -253,16 +253,16 @@ def _parts(directory: Path, launch: str) -> list[Path]:
     """Return the run directory, the part of it that this node keeps for itself, and those of this launch."""
     names = (f"{directory.name}.part-", own_path(directory, launch).name)
     there = directory.parent.iterdir() if directory.parent.is_dir() else ()
-    return sorted(one for one in there if one.name == directory.name or one.name.startswith(names))
+    return sorted(path for path in there if path.name == directory.name or path.name.startswith(names))
 
 
 def read_stalls(directory: Path, launch: str) -> Stored:
     """Return what watchdogs have stored of a launch on this node, in the run directory and next to it."""
-    found: Stored = []
+    stalls: Stored = []
     for part in _parts(directory, launch):
         with contextlib.suppress(RunFormatError, OSError):  # it is being written
-            found += [(part, event) for event in stall_events(part, launch)]
-    return found
+            stalls += [(part, event) for event in stall_events(part, launch)]
+    return stalls
 
 
 def _upload(directory: Path, launch: str, filesystem: Any, target: str) -> None:
