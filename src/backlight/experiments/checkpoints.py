@@ -104,10 +104,10 @@ def _plain(value: Any) -> Any:
         # A view would be saved with the whole storage behind it.
         return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(held) for key, held in value.items()}
+        return {_plain(key): _plain(part) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
-        held = [_plain(one) for one in value]
-        return held if isinstance(value, list) else tuple(held)
+        parts = [_plain(part) for part in value]
+        return parts if isinstance(value, list) else tuple(parts)
     if isinstance(value, np.generic):
         return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):

@@ -176,8 +176,8 @@ class Configuration:
 def check_control(control: str) -> None:
     """Raise ConfigurationError if there is no such control; "" is a run that is none."""
     if control not in CONTROLS:
-        known = [name for name in CONTROLS if name]
-        raise ConfigurationError(f"control {control!r}: expected {' or '.join(known)}, or none")
+        names = [name for name in CONTROLS if name]
+        raise ConfigurationError(f"control {control!r}: expected {' or '.join(names)}, or none")
 
 
 def experiment_of(name: str) -> Experiment[Any]:
@@ -187,8 +187,8 @@ def experiment_of(name: str) -> Experiment[Any]:
     try:
         return EXPERIMENTS[name]
     except UnknownNameError:
-        known = [*EXPERIMENTS, ORACLE.name]
-        raise ConfigurationError(f"no experiment is called {name!r}{did_you_mean(name, known)}") from None
+        names = [*EXPERIMENTS, ORACLE.name]
+        raise ConfigurationError(f"no experiment is called {name!r}{did_you_mean(name, names)}") from None
 
 
 def preset(name: str, chosen: str = "ci") -> Configuration:
@@ -219,17 +219,17 @@ def _loaded(text: str) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """Return the mapping in a YAML file; a ConfigurationError if it is unreadable or holds no mapping."""
     try:
-        found = _loaded(read_text(path))
+        mapping = _loaded(read_text(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: cannot be read: {error}") from None
     except yaml.YAMLError as error:
         raise ConfigurationError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(found, dict):
+    if not isinstance(mapping, dict):
         raise ConfigurationError(
             f"{path}: expected keys with values, as `backlight grok run --dry-run` prints, "
-            f"got {type(found).__name__}"
+            f"got {type(mapping).__name__}"
         )
-    return found
+    return mapping
 
 
 def assigned(items: Iterable[str]) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def configure(name: str | None, chosen: str | None, *layers: tuple[str, Mapping[
 def _overridden(base: Configuration, values: Mapping[str, Any], where: str) -> Configuration:
     merged = _merged(base.as_mapping(), values, "", where)
     sections = {f.name: getattr(base.settings, f.name) for f in dataclasses.fields(base.settings)}
-    settings = {key: _validated(type(held), merged[key], key, where) for key, held in sections.items()}
+    settings = {key: _validated(type(section), merged[key], key, where) for key, section in sections.items()}
     changes: dict[str, Any] = {
         "settings": dataclasses.replace(base.settings, **settings),
         "measures": _validated(Measures, merged["measures"], "measures", where),

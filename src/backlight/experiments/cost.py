@@ -87,9 +87,9 @@ class Estimate:
 
     def memory(self, tier: str = TIERS[0]) -> int:
         """Return the peak bytes: training, what is held between steps, and the largest measurement."""
-        held = sum(c.memory for c in self.at(tier) if c.name in HELD)
+        kept_bytes = sum(c.memory for c in self.at(tier) if c.name in HELD)
         largest = max((c.memory for c in self.at(tier) if c.name not in HELD), default=0)
-        return self.base_memory + held + largest
+        return self.base_memory + kept_bytes + largest
 
     def at(self, tier: str) -> tuple[Cost, ...]:
         """Return the costs of the measures at ``tier``."""
@@ -247,8 +247,8 @@ def _measure(task: Task, steps: int, measures: Measures, probe: Probe | None, na
     stored = recorder.bytes
     if seconds < REPEAT_BELOW_S:  # the first measurement of a process also imports and compiles
         seconds = min(seconds, _timed(lambda: tracker.measure(2 * at, gradients)))
-    held = [g for _, g in gradients if g is not None]
-    size, outer = sum(g.nbytes for g in held), sum(g.numel() for g in held)
+    tensors = [g for _, g in gradients if g is not None]
+    size, outer = sum(g.nbytes for g in tensors), sum(g.numel() for g in tensors)
     samples = len(task.probe[0])
     memory = {
         "window": measures.window_steps * size,
@@ -273,9 +273,9 @@ def _timed(work: Callable[[], Any]) -> float:
 
 
 def _state_bytes(task: Task) -> int:
-    held = list(task.model.state_dict().values())
-    held += [v for state in task.optimizer.state.values() for v in state.values()]
-    return sum(t.nbytes for t in held if isinstance(t, torch.Tensor))
+    tensors = list(task.model.state_dict().values())
+    tensors += [v for state in task.optimizer.state.values() for v in state.values()]
+    return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
 
 
 def _held_bytes(task: Task, measures: Measures) -> int:
@@ -298,7 +298,7 @@ class Choice:
     reason: str = ""
 
 
-def choose(found: Estimate, *, degrade: bool, ask: Callable[[str], bool] | None = None) -> Choice:
+def choose(costs: Estimate, *, degrade: bool, ask: Callable[[str], bool] | None = None) -> Choice:
     """Return the tier that fits: the full one, or a cheaper one if ``degrade`` is set or ``ask`` says so.
 
     Raises
@@ -306,15 +306,15 @@ def choose(found: Estimate, *, degrade: bool, ask: Callable[[str], bool] | None 
     DoesNotFitError
         If nothing fits, or a cheaper tier is not allowed.
     """
-    tier, reason = found.fitting(), found.problem(TIERS[0])
+    tier, reason = costs.fitting(), costs.problem(TIERS[0])
     if tier == TIERS[0]:
         return Choice()
     if not tier:
         raise DoesNotFitError(
-            f"this run does not fit, even with scalars alone: {found.problem(TIERS[-1])}; free some space, "
+            f"this run does not fit, even with scalars alone: {costs.problem(TIERS[-1])}; free some space, "
             "lower run.disk_free, or choose smaller settings"
         )
-    missing = ", ".join(found.left_out(tier)) or "nothing"
+    missing = ", ".join(costs.left_out(tier)) or "nothing"
     if degrade or (ask is not None and ask(f"{reason}. Run with {tier} (left out: {missing})?")):
         return Choice(tier, reason)
     raise DoesNotFitError(

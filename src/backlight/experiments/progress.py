@@ -185,14 +185,14 @@ def excluded_loss(
 
 def parallelograms(p: int) -> Tensor:
     """Return all (i, n, j, m) with i < j ≤ m < n below ``p`` and i + n = j + m, [count, 4]."""
-    found = [
+    quadruples = [
         (i, n, j, i + n - j)
         for i in range(p)
         for n in range(i + 1, p)
         for j in range(i + 1, n)
         if j <= i + n - j
     ]
-    return torch.tensor(found, dtype=torch.int64).reshape(-1, 4)
+    return torch.tensor(quadruples, dtype=torch.int64).reshape(-1, 4)
 
 
 def representation_quality(embedding_pD: Tensor, tolerance: float = 0.01) -> float:
@@ -230,6 +230,6 @@ def softmax_collapse(logits_NC: Tensor) -> float:
 
 def smallest_margin(logits_NC: Tensor, labels_N: Tensor) -> float:
     """Return the smallest lead of a label's logit over the best other one, over N samples."""
-    own = logits_NC.detach().gather(1, labels_N[:, None])
+    label_logits = logits_NC.detach().gather(1, labels_N[:, None])
     others = logits_NC.detach().scatter(1, labels_N[:, None], -torch.inf).amax(1, keepdim=True)
-    return float((own - others).min())
+    return float((label_logits - others).min())

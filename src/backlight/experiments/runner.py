@@ -318,13 +318,13 @@ def _flushed(writer: RunWriter, interval: float) -> Iterator[None]:
 def configuration_of(path: Path) -> dict[str, Any]:
     """Return the configuration that a run was started with; a ConfigurationError if there is none."""
     try:
-        found: dict[str, Any] = json.loads(untrusted_files.read(path / CONFIGURATION))
+        configuration: dict[str, Any] = json.loads(untrusted_files.read(path / CONFIGURATION))
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path}: holds no configuration of an experiment ({error}); was it written by "
             "`backlight grok run`?"
         ) from None
-    return found
+    return configuration
 
 
 def refuse_existing(path: Path) -> None:

@@ -38,13 +38,13 @@ class Member:
 
 def seeds(text: str) -> list[int]:
     """Return the seeds of ``"0-4"``, ``"0,1,7"`` or a mixture."""
-    found: list[int] = []
+    numbers: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
         if match is None or (match[2] and int(match[2]) < int(match[1])):
             raise ConfigurationError(f"--seeds {text!r}: expected seeds such as 0-4 or 0,1,7")
-        found += range(int(match[1]), int(match[2] or match[1]) + 1)
-    return list(dict.fromkeys(found))
+        numbers += range(int(match[1]), int(match[2] or match[1]) + 1)
+    return list(dict.fromkeys(numbers))
 
 
 def members(root: Path, chosen: Sequence[int], sweeps: Iterable[str]) -> list[Member]:
@@ -159,23 +159,23 @@ SLACK = 1.5
 
 
 def job_parameters(
-    given: Mapping[str, Any], configuration: Configuration, found: Estimate, tier: str
+    parameters: Mapping[str, Any], configuration: Configuration, estimate: Estimate, tier: str
 ) -> dict[str, Any]:
     """Return the parameters, with time, memory, cores and GPU from the estimate unless given."""
     needed: dict[str, Any] = {
         "name": f"grok-{configuration.experiment}",
-        "timeout_min": 5 + math.ceil(SLACK * found.seconds(tier) / 60),
-        "mem_gb": max(1, math.ceil(SLACK * found.memory(tier) / 1e9)),
+        "timeout_min": 5 + math.ceil(SLACK * estimate.seconds(tier) / 60),
+        "mem_gb": max(1, math.ceil(SLACK * estimate.memory(tier) / 1e9)),
         "cpus_per_task": configuration.run.threads,
     }
     if configuration.device.startswith("cuda"):
         needed["gpus_per_node"] = 1
-    return {**needed, **given}
+    return {**needed, **parameters}
 
 
-def batch_script(given: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> str:
+def batch_script(parameters: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> str:
     """Return a batch script; several commands are one job array, one task each."""
-    lines = ["#!/bin/bash", *sbatch_lines(given)]
+    lines = ["#!/bin/bash", *sbatch_lines(parameters)]
     array = len(commands) > 1
     lines += sbatch_lines({"output": f"{logs}/%{'A_%a' if array else 'j'}.out"})
     if not array:

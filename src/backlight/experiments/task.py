@@ -94,10 +94,10 @@ def clip_gradients(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
     # A hook of the step: a run records the gradient as backward left it, before clipping.
     if not (math.isfinite(norm) and norm >= 0):
         raise ValueError(f"training.clip is {norm!r}, expected a norm above 0, or 0 for no clipping")
-    held = list(parameters)
+    clipped = list(parameters)
 
     def clip(_optimizer: torch.optim.Optimizer, _args: Any, _keywords: Any) -> None:
-        nn.utils.clip_grad_norm_(held, norm)
+        nn.utils.clip_grad_norm_(clipped, norm)
 
     if norm:
         optimizer.register_step_pre_hook(clip)

@@ -47,10 +47,10 @@ def unordered(pairs: Tensor, results: Tensor) -> tuple[Tensor, Tensor]:
     # For such a net a test pair whose mirror image was trained on is no new sample.
     first = pairs[:, 0] <= pairs[:, 1]
     table = {(a, b): result for (a, b), result in zip(pairs.tolist(), results.tolist(), strict=True)}
-    odd = next((pair for pair in table if table.get(pair[::-1]) != table[pair]), None)
-    if odd is not None:
+    mixed = next((pair for pair in table if table.get(pair[::-1]) != table[pair]), None)
+    if mixed is not None:
         raise ValueError(
-            f"the operation is not commutative: {odd} and {odd[::-1]} have different results, but the "
+            f"the operation is not commutative: {mixed} and {mixed[::-1]} have different results, but the "
             "net adds their embeddings; choose data.operation add, multiply or squares"
         )
     return pairs[first], results[first]

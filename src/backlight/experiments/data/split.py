@@ -123,14 +123,14 @@ def load_images(path: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         raise FileNotFoundError(
             f"data.path: no file {file}; expected an .npz file with the arrays {', '.join(KEYS)}"
         )
-    with np.load(file, allow_pickle=False) as held:
-        missing = [key for key in KEYS if key not in held]
+    with np.load(file, allow_pickle=False) as archive:
+        missing = [key for key in KEYS if key not in archive]
         if missing:
             raise ValueError(
                 f"{file}: no array {', '.join(missing)}; expected {', '.join(KEYS)}, got "
-                f"{', '.join(held.files) or 'none'}"
+                f"{', '.join(archive.files) or 'none'}"
             )
-        arrays = [held[key] for key in KEYS]
+        arrays = [archive[key] for key in KEYS]
     result = []
     for name, images, labels in (("train", *arrays[:2]), ("test", *arrays[2:])):
         if labels.ndim != 1 or len(images) != len(labels):
