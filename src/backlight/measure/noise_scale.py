@@ -69,7 +69,7 @@ def noise_scale(squares: ArrayLike, products: ArrayLike, samples: float) -> Nois
     ValueError
         If there are fewer than two gradients, shapes differ, or ``samples`` is not positive.
     """
-    square_R, product_R = (np.asarray(given, dtype=np.float64) for given in (squares, products))
+    square_R, product_R = (np.asarray(moments, dtype=np.float64) for moments in (squares, products))
     if square_R.ndim != 1 or square_R.shape != product_R.shape or len(square_R) < 2:
         raise ValueError(
             f"noise scale: expected squares and products [R] of R >= 2 gradients, got shapes "
@@ -84,7 +84,7 @@ def noise_scale(squares: ArrayLike, products: ArrayLike, samples: float) -> Nois
     if R >= LEAST:
         # Without a: its row and its column are taken out of the sum over all pairs.
         pairs = product - 2 * product_R + square_R - (square - square_R)
-        left_out = np.array([_share(*one, R - 1) for one in zip(pairs, square - square_R, strict=True)])
+        left_out = np.array([_share(*parts, R - 1) for parts in zip(pairs, square - square_R, strict=True)])
         bounds = _jackknife(share, left_out)
     return NoiseScale(
         value=_scale(share, samples),

@@ -18,7 +18,7 @@ N = 5
 
 
 def matrix_factors(x: Tensor, delta: Tensor, *, held: bool = False) -> MatrixFactors:
-    return MatrixFactors(delta, lambda a, b: x[a:b], lambda: x.norm(dim=-1), x.shape[-1], held=held)
+    return MatrixFactors(delta, lambda a, b: x[a:b], lambda: x.norm(dim=-1), x.shape[-1], in_memory=held)
 
 
 def factors(

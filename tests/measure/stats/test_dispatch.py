@@ -89,11 +89,11 @@ def test_temporaries_of_many_small_tensors_are_bounded():
 def test_scratch_buffers_are_reused_and_small():
     tensors = [torch.randn(500_000), torch.randn(300_000, dtype=torch.float64), torch.randn(9).bfloat16()]
     statistics(tensors, tier="eager")
-    before = {key: held.data_ptr() for key, held in SCRATCH._held.items()}
+    before = {key: held.data_ptr() for key, held in SCRATCH._buffers.items()}
     assert before
     statistics(tensors, tier="eager")
-    assert {key: held.data_ptr() for key, held in SCRATCH._held.items()} == before
-    assert sum(held.untyped_storage().nbytes() for held in SCRATCH._held.values()) <= 16 * 2**20
+    assert {key: held.data_ptr() for key, held in SCRATCH._buffers.items()} == before
+    assert sum(held.untyped_storage().nbytes() for held in SCRATCH._buffers.values()) <= 16 * 2**20
 
 
 def test_result_keeps_no_gradient_alive():

@@ -56,7 +56,7 @@ class MatrixFactors(_OfDelta):
     b, so that a convolution unfolds only the samples in use; ``lengths()`` returns their Euclidean norms
     ``[N, T, g]``. ``columns`` is i, and ``reread`` the least number of rows that justify reading the inputs
     again. ``direct(a, b)``, where there is one, returns the gradients ``[b - a, g o, i]`` of samples a to b
-    faster than the product; ``held`` says that the inputs are in memory.
+    faster than the product; ``in_memory`` says that the inputs are in memory.
     """
 
     delta: Tensor
@@ -65,7 +65,7 @@ class MatrixFactors(_OfDelta):
     columns: int
     reread: int = 16
     direct: Callable[[int, int], Tensor] | None = None
-    held: bool = False
+    in_memory: bool = False
 
     @property
     def groups(self) -> int:
@@ -83,11 +83,11 @@ class MatrixFactors(_OfDelta):
 
     def transposed(self) -> MatrixFactors | None:
         """Return the factors of the transposed matrix; None where its inputs are not in memory."""
-        if not self.held or self.groups > 1:
+        if not self.in_memory or self.groups > 1:
             return None
         delta = self.delta
         return MatrixFactors(
-            self.all_inputs(), lambda a, b: delta[a:b], self.lengths, delta.shape[3], held=True
+            self.all_inputs(), lambda a, b: delta[a:b], self.lengths, delta.shape[3], in_memory=True
         )
 
     def take(self, start: int, stop: int, out: Tensor, *, add: bool) -> None:
@@ -232,7 +232,7 @@ def compress(uses: Sequence[Factors]) -> list[Factors]:
     G = torch.empty(n, rows, columns, dtype=dtype, device=device_of(uses[0]))
     for number, use in enumerate(uses):
         use.take(0, rows, G, add=number > 0)
-    return [VectorFactors(G.view(n, -1), _held(sizes(uses)), coarsest_dtype(uses), rows)]
+    return [VectorFactors(G.view(n, -1), _constant(sizes(uses)), coarsest_dtype(uses), rows)]
 
 
 def sizes(uses: Sequence[Factors]) -> Tensor:
@@ -241,10 +241,10 @@ def sizes(uses: Sequence[Factors]) -> Tensor:
 
 
 def _materialised(use: Factors) -> Factors:
-    return replace(use, summands=_held(use.sizes())) if isinstance(use, VectorFactors) else use
+    return replace(use, summands=_constant(use.sizes())) if isinstance(use, VectorFactors) else use
 
 
-def _held(values: Tensor) -> Callable[[], Tensor]:
+def _constant(values: Tensor) -> Callable[[], Tensor]:
     return lambda: values
 
 
@@ -257,7 +257,7 @@ def _bytes(uses: Sequence[Factors]) -> float:
         elif isinstance(use, LookupFactors):
             total += use.ids.nbytes + use.delta.nbytes
         else:
-            total += use.delta.nbytes + use.all_inputs().nbytes if use.held else math.inf
+            total += use.delta.nbytes + use.all_inputs().nbytes if use.in_memory else math.inf
     return total
 
 
@@ -283,7 +283,7 @@ def _concatenate(uses: Sequence[Factors]) -> Factors:
     if isinstance(first, VectorFactors):
         made = [use for use in uses if isinstance(use, VectorFactors)]
         summands = _cat([use.sizes() for use in made])
-        return VectorFactors(_cat([use.values for use in made]), _held(summands), first.dtype, first.rows)
+        return VectorFactors(_cat([use.values for use in made]), _constant(summands), first.dtype, first.rows)
     products = [use for use in uses if isinstance(use, MatrixFactors)]
     inputs = _cat([use.all_inputs() for use in products])
     return MatrixFactors(
@@ -291,7 +291,7 @@ def _concatenate(uses: Sequence[Factors]) -> Factors:
         lambda a, b: inputs[a:b],
         lambda: _cat([use.lengths() for use in products]),
         first.columns,
-        held=True,
+        in_memory=True,
     )
 
 
@@ -326,10 +326,10 @@ def _of_use(use: Factors, gradient: Tensor) -> Tensor:
 
 
 def _of_matrix(use: MatrixFactors, G_goi: Tensor) -> Tensor:
-    found = []
+    sums = []
     for n in range(use.samples):  # a convolution unfolds one sample at a time
         x_Tgi = promoted(use.inputs(n, n + 1)[0])
         d_Tgo = promoted(use.delta[n])
         mapped_gTo = torch.bmm(x_Tgi.transpose(0, 1).to(G_goi.dtype), G_goi.transpose(1, 2))
-        found.append((mapped_gTo.double() * d_Tgo.transpose(0, 1).double()).sum((0, 2)))
-    return torch.stack(found)
+        sums.append((mapped_gTo.double() * d_Tgo.transpose(0, 1).double()).sum((0, 2)))
+    return torch.stack(sums)

@@ -150,7 +150,7 @@ def ghost_cost_ratio(
     n, t, i, o = 32, 16, 128, 384
     x = torch.linspace(-1, 1, n * t * i, device=device, dtype=dtype).view(n, t, 1, i)
     d = torch.linspace(1, -1, n * t * o, device=device, dtype=dtype).view(n, t, 1, o)
-    uses = [MatrixFactors(d, lambda a, b: x[a:b], lambda: x[..., 0], i, held=True)]
+    uses = [MatrixFactors(d, lambda a, b: x[a:b], lambda: x[..., 0], i, in_memory=True)]
     ghost_time = _clock(lambda: ghost(uses, SCRATCH_BYTES, products), device)
     chunk_time = _clock(lambda: chunked(uses, SCRATCH_BYTES, formed), device)
     ghost_time(), chunk_time()

@@ -29,7 +29,7 @@ def linear(module: nn.Linear, x: Tensor, delta: Tensor, n: int) -> ByName:
 
     uses: ByName = {
         "weight": MatrixFactors(
-            d.unsqueeze(2), lambda a, b: inputs[a:b], lambda: lengths(inputs), x.shape[-1], held=True
+            d.unsqueeze(2), lambda a, b: inputs[a:b], lambda: lengths(inputs), x.shape[-1], in_memory=True
         )
     }
     if module.bias is not None:
@@ -162,7 +162,7 @@ def per_sample_weight(module: Any, x: Tensor, delta: Tensor) -> Tensor:
     """
     n, outputs = delta.shape[:2]
     weight = delta.new_zeros(()).expand(n * outputs, *module.weight.shape[1:])
-    _, found, _ = torch.ops.aten.convolution_backward(
+    _, gradients, _ = torch.ops.aten.convolution_backward(
         delta.reshape(1, -1, *delta.shape[2:]),
         x.reshape(1, -1, *x.shape[2:]),
         weight,
@@ -175,7 +175,7 @@ def per_sample_weight(module: Any, x: Tensor, delta: Tensor) -> Tensor:
         n * module.groups,
         [False, True, False],
     )
-    return found.view(n, outputs, -1)  # type: ignore[no-any-return]
+    return gradients.view(n, outputs, -1)  # type: ignore[no-any-return]
 
 
 def unfold(module: Any, x: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def decompose(
     count = p if count is None else min(count, p)
     labels = list(names) or list(range(C))
     if method == "randomized":
-        found = strongest(
+        searched = strongest(
             A_Cpq,
             count,
             edge=edge,
@@ -81,7 +81,7 @@ def decompose(
             width=min(count + OVERSAMPLING, WIDTH),
             expected=expected,
         )
-        return _again(A_Cpq, found, count, edge=edge, wanted=wanted, layer=layer, labels=labels)
+        return _again(A_Cpq, searched, count, edge=edge, wanted=wanted, layer=layer, labels=labels)
     if method == "gram":
         return _each(A_Cpq, count, _gram, layer, labels)
     if method == "svd":
@@ -96,18 +96,18 @@ def count_above(A_pq: Tensor, edge: float, *, limit: int) -> tuple[int, Directio
     """
     size = min(16, A_pq.shape[0])
     while True:
-        found = strongest(
+        strongest_found = strongest(
             A_pq[None], size, edge=edge, tolerance=TOLERANCE, width=min(size + OVERSAMPLING, WIDTH)
         )
-        above = int((found.values[0] > edge).sum())
+        above = int((strongest_found.values[0] > edge).sum())
         if above < size or size >= min(limit, A_pq.shape[0]):
-            return min(above, limit), found
+            return min(above, limit), strongest_found
         size = min(2 * size, A_pq.shape[0], max(limit, size))
 
 
 def _again(
     A_Cpq: Tensor,
-    found: Directions,
+    searched: Directions,
     count: int,
     *,
     edge: float,
@@ -116,28 +116,28 @@ def _again(
     labels: Sequence[str | int],
 ) -> Directions:
     """Repeat, in float64, the matrices that did not pass their check."""
-    if bool(found.converged.all()):
-        return found
-    parts = [found.part(c) for c in range(len(A_Cpq))]
-    for c in (~found.converged).nonzero().flatten().tolist():
-        one = None
-        if A_Cpq.dtype == torch.float32 and not _crowded(found, c, edge, wanted or count):
-            one = strongest(
+    if bool(searched.converged.all()):
+        return searched
+    parts = [searched.part(c) for c in range(len(A_Cpq))]
+    for c in (~searched.converged).nonzero().flatten().tolist():
+        repeated = None
+        if A_Cpq.dtype == torch.float32 and not _crowded(searched, c, edge, wanted or count):
+            repeated = strongest(
                 A_Cpq[c : c + 1].double(),
                 count,
                 edge=edge,
                 wanted=wanted,
                 width=min(count + OVERSAMPLING, WIDTH),
             )
-        if one is None or not bool(one.converged.all()):
-            one = _each(A_Cpq[c : c + 1], count, _gram, layer, labels[c : c + 1])
-        parts[c] = replace(one, left=one.left.to(A_Cpq.dtype), right=one.right.to(A_Cpq.dtype))
-    return replace(joined(parts), columns=found.columns)
+        if repeated is None or not bool(repeated.converged.all()):
+            repeated = _each(A_Cpq[c : c + 1], count, _gram, layer, labels[c : c + 1])
+        parts[c] = replace(repeated, left=repeated.left.to(A_Cpq.dtype), right=repeated.right.to(A_Cpq.dtype))
+    return replace(joined(parts), columns=searched.columns)
 
 
-def _crowded(found: Directions, c: int, edge: float, wanted: int) -> bool:
+def _crowded(searched: Directions, c: int, edge: float, wanted: int) -> bool:
     """Return whether a search ended far above its working precision, so that more digits would not help."""
-    s, missing = found.values[c : c + 1], found.residual[c : c + 1]
+    s, missing = searched.values[c : c + 1], searched.residual[c : c + 1]
     open_ = ~(resolved(s, missing, edge, TOLERANCE) | (s <= edge))[0, :wanted]
     return bool((missing[0, :wanted][open_] > 1e-4 * s[0, 0]).any())
 
@@ -156,19 +156,19 @@ def _each(
         pass
     parts = []
     for c, label in enumerate(labels):
-        one = A_Cpq[c : c + 1]
+        matrix = A_Cpq[c : c + 1]
         try:
-            parts.append(_svd(one, count))
+            parts.append(_svd(matrix, count))
         except LinAlgError:
             try:
-                wide = _svd(one.double(), count)
+                wide = _svd(matrix.double(), count)
             except LinAlgError as error:
                 raise DecompositionError(
                     f"{named(layer)}: the singular value decomposition of replicate {label} "
-                    f"({one.shape[1]} x {one.shape[2]}) did not converge in float64 either: {error}. "
+                    f"({matrix.shape[1]} x {matrix.shape[2]}) did not converge in float64 either: {error}. "
                     f"Leave that replicate out."
                 ) from error
-            parts.append(replace(wide, left=wide.left.to(one.dtype), right=wide.right.to(one.dtype)))
+            parts.append(replace(wide, left=wide.left.to(matrix.dtype), right=wide.right.to(matrix.dtype)))
     return joined(parts)
 
 
@@ -269,22 +269,22 @@ def plan(
         identifiable = int((whole.values[0] >= visible).sum())
         return Plan("svd", identifiable, most, most, edge, mean_edge, whole)
     limit = p if method != "auto" else max(1, int(p * _SEARCH_SHARE))
-    found: Directions | None = None
+    search: Directions | None = None
     identifiable = candidates = p
     if method != "gram":
-        identifiable, found = count_above(mean_pq, visible, limit=limit)
+        identifiable, search = count_above(mean_pq, visible, limit=limit)
         above = count_above(pilot_pq, edge, limit=limit)[0] if identifiable else 0
         candidates = max(identifiable, above) + OVERSAMPLING
-    if found is None or (method == "auto" and candidates > limit):
-        found = decompose(mean_pq[None], method="gram", layer=layer, names=("of the mean",))
-        identifiable = int((found.values[0] >= visible).sum())
+    if search is None or (method == "auto" and candidates > limit):
+        search = decompose(mean_pq[None], method="gram", layer=layer, names=("of the mean",))
+        identifiable = int((search.values[0] >= visible).sum())
         # Structured noise may have more large singular values than directions: each is a candidate.
         above = int((singular_values(pilot_pq, layer=layer) > edge).sum()) if identifiable else 0
         candidates, method = 2 * max(identifiable, above) + OVERSAMPLING, "gram"
     else:
         method = "randomized"
     directions = min(identifiable, most)
-    return Plan(method, identifiable, directions, min(p, candidates), edge, mean_edge, found)
+    return Plan(method, identifiable, directions, min(p, candidates), edge, mean_edge, search)
 
 
 def strengths(plan: Plan, noise: Noise, p: int, q: int) -> NDArray[np.float64]:

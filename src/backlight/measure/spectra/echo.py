@@ -87,9 +87,9 @@ def pooled(Z: ArrayLike) -> Float64:
 def triple_mean(Z: ArrayLike) -> Float64:
     """Return the mean over the replicates of :func:`triple`, ``[...]``; NaN where none has an estimate."""
     zeta = triple(Z)
-    known = ~np.isnan(zeta)
+    has_estimate = ~np.isnan(zeta)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.nan_to_num(zeta).sum(-1) / known.sum(-1))
+        return np.asarray(np.nan_to_num(zeta).sum(-1) / has_estimate.sum(-1))
 
 
 def residual(Z: ArrayLike, zeta: ArrayLike) -> Float64:
@@ -130,8 +130,8 @@ def pair_interval(X: ArrayLike) -> Float64:
     R = X.shape[-1]
     if R < 3:
         return np.full((*X.shape[:-2], 2), np.nan)
-    total, own = X.sum((-2, -1)), X.sum(-1) + X.sum(-2)
-    return _around(total / (R * (R - 1)), (total[..., None] - own) / ((R - 1) * (R - 2)))
+    total, row_sums = X.sum((-2, -1)), X.sum(-1) + X.sum(-2)
+    return _around(total / (R * (R - 1)), (total[..., None] - row_sums) / ((R - 1) * (R - 2)))
 
 
 def interval_of_pooled(Z: ArrayLike) -> Float64:
@@ -204,8 +204,8 @@ class Alignment:
 def overlaps(left_pJ: Tensor, right_qJ: Tensor, ref_left_pK: Tensor, ref_right_qK: Tensor) -> Float64:
     """Return ``|U^T U_ref|`` and ``|V^T V_ref|``, ``[2, J, K]``; their product is the score of a match."""
     sides = ((left_pJ, ref_left_pK), (right_qJ, ref_right_qK))
-    found = [torch.matmul(side.T, reference).abs().cpu().numpy() for side, reference in sides]
-    return np.asarray(found, dtype=np.float64)
+    sides_of = [torch.matmul(side.T, reference).abs().cpu().numpy() for side, reference in sides]
+    return np.asarray(sides_of, dtype=np.float64)
 
 
 def align(score_JK: ArrayLike) -> Alignment:
@@ -256,24 +256,24 @@ class Null:
     ) -> NDArray[np.int64]:
         """Align the controls of the replicate at ``position``, ``[draws, min(K, MAX_NULL_DIRECTIONS)]``."""
         J, K = min(left_pJ.shape[1], MAX_NULL_DIRECTIONS), min(ref_left_pK.shape[1], MAX_NULL_DIRECTIONS)
-        found = np.zeros((self.draws, K), dtype=np.int64)
+        permutations = np.zeros((self.draws, K), dtype=np.int64)
         for draw in range(self.draws):
             left, right = self._shuffled(draw, position, left_pJ[:, :J], right_qJ[:, :J])
             score = overlaps(left, right, ref_left_pK[:, :K], ref_right_qK[:, :K]).prod(0)
-            found[draw] = align(score).permutation
-        return found
+            permutations[draw] = align(score).permutation
+        return permutations
 
     def echoes(self, left_RpJ: Tensor, right_RqJ: Tensor, permutations: NDArray[np.int64]) -> Float64:
         """Return the echo of each draw ``[draws, K]``; ``permutations`` is ``[R, draws, K]``."""
-        found = np.zeros((self.draws, permutations.shape[2]))
+        echoes = np.zeros((self.draws, permutations.shape[2]))
         for draw in range(self.draws):
             pairs = []
             for position, (left_pJ, right_qJ) in enumerate(zip(left_RpJ, right_RqJ, strict=True)):
                 chosen = torch.from_numpy(permutations[position, draw]).to(left_pJ.device)
                 pairs.append(self._shuffled(draw, position, left_pJ[:, chosen], right_qJ[:, chosen]))
             lefts, rights = zip(*pairs, strict=True)
-            found[draw] = triple_mean(reverb(torch.stack(lefts), torch.stack(rights)))
-        return found
+            echoes[draw] = triple_mean(reverb(torch.stack(lefts), torch.stack(rights)))
+        return echoes
 
     def _shuffled(self, draw: int, position: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
         generator = np.random.default_rng((self.seed, draw, position))

@@ -149,20 +149,20 @@ def spectral_echo(
     ValueError
         If an option is unknown.
     """
-    given = Replicates.of(G, layer=layer, least=3, device=device, budget=budget)
-    given.refuse_zero()
-    wide = given.wide()
+    replicates = Replicates.of(G, layer=layer, least=3, device=device, budget=budget)
+    replicates.refuse_zero()
+    wide = replicates.wide()
     mean = wide.mean()
     level = noise_about(wide, mean)
     check_distinct(wide, level.variance)
     work = _Work(wide, mean, level, method, max_directions, null_draws, seed)
     work.run()
     result = _result(work, stable_rank(mean, layer=layer))
-    if given.shape[0] > given.shape[1]:
+    if replicates.shape[0] > replicates.shape[1]:
         result = replace(
             result,
-            shape=given.shape,
-            noise=replace(level, shape=given.shape),
+            shape=replicates.shape,
+            noise=replace(level, shape=replicates.shape),
             left_alignment=result.right_alignment,
             right_alignment=result.left_alignment,
             mean=replace(result.mean, left=result.mean.right, right=result.mean.left),
@@ -186,7 +186,7 @@ class _Work:
         self.wide, self.level = wide, level
         # Columns that the first chunk needed: the others need about as many.
         self.columns = (0, 0)
-        pilot = wide.one(wide.order[0])
+        pilot = wide.at(wide.order[0])
         self.plan: Plan = plan(
             mean.to(pilot.dtype), pilot, level, method=method, max_directions=max_directions, layer=wide.layer
         )
@@ -231,7 +231,7 @@ class _Work:
     ) -> None:
         plan, K = self.plan, self.plan.directions
         R, start_pK = len(self.wide), plan.mean.left[0, :, :K]
-        found = decompose(
+        candidates = decompose(
             A_Cpq, plan.candidates, method=plan.method, edge=plan.edge, wanted=K, start_pb=start_pK,
             expected=self.columns[0], layer=self.wide.layer, names=names,
         )  # fmt: skip
@@ -241,23 +241,23 @@ class _Work:
             expected=self.columns[1], layer=self.wide.layer, names=[f"the others than {a}" for a in names],
         )  # fmt: skip
         if not any(self.columns):
-            self.columns = (found.columns, refs.columns)
-        self.left_RpJ[positions] = found.left
-        self.right_RqJ[positions] = found.right
-        self.values_RJ[positions] = found.values.cpu().numpy()
-        self.residual_RJ[positions] = found.residual.cpu().numpy()
+            self.columns = (candidates.columns, refs.columns)
+        self.left_RpJ[positions] = candidates.left
+        self.right_RqJ[positions] = candidates.right
+        self.values_RJ[positions] = candidates.values.cpu().numpy()
+        self.residual_RJ[positions] = candidates.residual.cpu().numpy()
         for c, position in enumerate(positions):
-            self._align(c, position, found, refs)
+            self._align(c, position, candidates, refs)
             shuffled[position] = self.null.permutations(
-                position, found.left[c], found.right[c], refs.left[c], refs.right[c]
+                position, candidates.left[c], candidates.right[c], refs.left[c], refs.right[c]
             )
 
-    def _align(self, c: int, position: int, found: Directions, refs: Directions) -> None:
+    def _align(self, c: int, position: int, picks: Directions, refs: Directions) -> None:
         """Assign the candidates of one replicate to the directions of the mean, through its reference."""
         mean, K = self.plan.mean, self.plan.directions
         names = overlaps(refs.left[c], refs.right[c], mean.left[0, :, :K], mean.right[0, :, :K])
-        chosen = torch.from_numpy(align(names.prod(0)).permutation).to(found.left.device)
-        sides = overlaps(found.left[c], found.right[c], refs.left[c][:, chosen], refs.right[c][:, chosen])
+        chosen = torch.from_numpy(align(names.prod(0)).permutation).to(picks.left.device)
+        sides = overlaps(picks.left[c], picks.right[c], refs.left[c][:, chosen], refs.right[c][:, chosen])
         aligned = align(sides.prod(0))
         self.permutation_RK[position] = aligned.permutation
         self.score_RK[position], self.ambiguity_RK[position] = aligned.score, aligned.ambiguity
@@ -266,19 +266,19 @@ class _Work:
     def cross_diagonal(self, left_RpK: Tensor, right_RqK: Tensor) -> Float64:
         """Return the size of each replicate along the directions of the others, ``[K, R, R]``, diagonal 0."""
         K, R = left_RpK.shape[2], len(self.wide)
-        found = np.zeros((K, R, R))
+        sizes = np.zeros((K, R, R))
         if not K:
-            return found
+            return sizes
         p, q = self.wide.shape
         positions = {a: position for position, a in enumerate(self.wide.order)}
 
         def work(indices: tuple[int, ...], G_Cpq: Tensor) -> None:
             G_Cpq = G_Cpq.to(left_RpK)
-            found[:, :, [positions[a] for a in indices]] = estimate.cross_diagonal(left_RpK, right_RqK, G_Cpq)
+            sizes[:, :, [positions[a] for a in indices]] = estimate.cross_diagonal(left_RpK, right_RqK, G_Cpq)
 
         self.wide.chunks(work, bytes_each=2 * p * q * left_RpK.element_size())
-        found[:, np.arange(R), np.arange(R)] = 0.0
-        return found
+        sizes[:, np.arange(R), np.arange(R)] = 0.0
+        return sizes
 
     def aligned(self, columns_RnJ: Tensor) -> Tensor:
         """Return ``[R, n, K]``: the columns of every replicate in the order of the directions."""
@@ -312,7 +312,7 @@ def _result(work: _Work, rank: float | None) -> SpectralEcho:
     blocks = clusters(strength_K[: min(plan.identifiable, K)], level.sigma)
     echo_K = estimate.triple_mean(Z_KRR)
     block_K = np.full(K, np.nan)
-    found = None
+    first_lost = None
     for begin, end in blocks:
         # Of a larger block only its first direction is asked.
         Z_1RR = Z_KRR[begin : begin + 1]
@@ -321,8 +321,8 @@ def _result(work: _Work, rank: float | None) -> SpectralEcho:
         elif end - begin <= _MAX_BLOCK:
             Z_1RR = estimate.block_reverb(left_RpK, right_RqK, [(begin, end)])
             block_K[begin:end] = estimate.triple_mean(Z_1RR)
-        if found is None and not _is_found(Z_1RR, null_K[begin]):
-            found = begin
+        if first_lost is None and not _is_found(Z_1RR, null_K[begin]):
+            first_lost = begin
     values_RK = np.take_along_axis(work.values_RJ, work.permutation_RK, 1)
     D_KRR = work.cross_diagonal(left_RpK, right_RqK)
     tail = (1 - CONFIDENCE) / 2
@@ -337,7 +337,7 @@ def _result(work: _Work, rank: float | None) -> SpectralEcho:
         replicates=R,
         method=plan.method,
         noise=level,
-        identifiable=min(plan.identifiable, K) if found is None else found,
+        identifiable=min(plan.identifiable, K) if first_lost is None else first_lost,
         candidates=plan.identifiable,
         measured=K,
         stable_rank=rank,

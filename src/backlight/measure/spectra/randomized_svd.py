@@ -104,12 +104,12 @@ def subspace_overlap(before_nk: Tensor, after_nk: Tensor) -> float:
             f"expected two matrices [n, k] of one shape, got {tuple(before_nk.shape)} and "
             f"{tuple(after_nk.shape)}"
         )
-    one, other = before_nk.double(), after_nk.double()
-    for name, columns in (("before", one), ("after", other)):
+    before, other = before_nk.double(), after_nk.double()
+    for name, columns in (("before", before), ("after", other)):
         excess = columns.T @ columns - torch.eye(columns.shape[1], dtype=columns.dtype, device=columns.device)
         if not float(excess.abs().max()) < 1e-3:
             raise ValueError(f"the columns of {name!r} are not orthonormal")
-    return float(torch.linalg.svdvals(one.T @ other).clamp(max=1.0).square().mean())
+    return float(torch.linalg.svdvals(before.T @ other).clamp(max=1.0).square().mean())
 
 
 # Residual over singular value from which on a direction below the edge is taken to stay there.

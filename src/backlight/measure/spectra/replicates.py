@@ -145,7 +145,7 @@ class Replicates:
                     f"in that batch? Leave that replicate out."
                 )
 
-    def one(self, a: int) -> Tensor:
+    def at(self, a: int) -> Tensor:
         """Return replicate ``a``, promoted, on the device."""
         return promoted(self.matrices[a].to(self.device))
 
@@ -257,11 +257,11 @@ def noise_about(replicates: Replicates, mean: Tensor) -> Noise:
     mean_square = total / count
     deviation = total - count * square_of_mean
     if deviation < _CANCELS * total:
-        deviation = math.fsum(sum_squares(replicates.one(a).to(mean.dtype) - mean) for a in replicates.order)
+        deviation = math.fsum(sum_squares(replicates.at(a).to(mean.dtype) - mean) for a in replicates.order)
     variance = deviation / ((count - 1) * p * q)
     # R |mean|^2 - T = (R - 1) T - sum |G_a - mean|^2: exact where all replicates agree.
     share = 1 - deviation / ((count - 1) * mean_square)
-    products = tuple(count * _product(replicates.one(a), mean) for a in range(count))
+    products = tuple(count * _product(replicates.at(a), mean) for a in range(count))
     return Noise(count, (p, q), variance, mean_square, share, replicates.squares, products)
 
 
@@ -281,9 +281,9 @@ def check_distinct(replicates: Replicates, sigma2: float) -> None:
     p, q = replicates.shape
     expected = 2 * sigma2 * p * q
     for a, b in zip(replicates.order, replicates.order[1:], strict=False):
-        one, other = replicates.squares[a], replicates.squares[b]
+        first, other = replicates.squares[a], replicates.squares[b]
         # |‖x‖ - ‖y‖| <= ‖x - y‖: most pairs differ in their norms.
-        if (math.sqrt(other) - math.sqrt(one)) ** 2 > _SAME * expected:
+        if (math.sqrt(other) - math.sqrt(first)) ** 2 > _SAME * expected:
             continue
         if not _is_close(replicates.matrices[a], replicates.matrices[b], expected / (p * q)):
             continue
@@ -295,11 +295,11 @@ def check_distinct(replicates: Replicates, sigma2: float) -> None:
             )
 
 
-def _is_close(one: Tensor, other: Tensor, expected: float) -> bool:
+def _is_close(first: Tensor, other: Tensor, expected: float) -> bool:
     """Return whether a sample of two replicates is far closer than noise puts them, as for few pairs."""
-    rows = slice(None, None, max(1, one.shape[0] // 32))
-    columns = slice(None, None, max(1, one.shape[1] // 32))
-    difference = promoted(one[rows, columns]) - promoted(other[rows, columns])
+    rows = slice(None, None, max(1, first.shape[0] // 32))
+    columns = slice(None, None, max(1, first.shape[1] // 32))
+    difference = promoted(first[rows, columns]) - promoted(other[rows, columns])
     return float(difference.double().square().mean()) <= 0.1 * expected
 
 

@@ -70,8 +70,8 @@ def is_plain(values: Tensor) -> bool:
 
 def c_compiler() -> list[str]:
     """Return the command of the C compiler: ``CC``, or the first of the usual names; empty without one."""
-    known = (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"])
-    return next((command for command in known if command and shutil.which(command[0])), [])
+    candidates = (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"])
+    return next((command for command in candidates if command and shutil.which(command[0])), [])
 
 
 def _is_intercepted() -> bool:
@@ -166,13 +166,13 @@ class CompiledRows(CompiledPass):
         """
         counts = [tensor.numel() for tensor in values]
         rows = [-(-count // ROW) for count in counts]
-        found = torch.empty((sum(rows), _NUMBERS), dtype=torch.float64, device="cpu")
+        measured = torch.empty((sum(rows), _NUMBERS), dtype=torch.float64, device="cpu")
         threads = torch.get_num_threads() if sum(counts) >= PARALLEL_SCALARS else 1
         addresses = (ctypes.c_void_p * len(values))(*[tensor.data_ptr() for tensor in values])
         sizes = (ctypes.c_int64 * len(values))(*counts)
         kind = DTYPES.index(values[0].dtype) if values else 0
-        self._function(kind, len(values), addresses, sizes, ROW, threads, found.data_ptr())
-        return found, rows
+        self._function(kind, len(values), addresses, sizes, ROW, threads, measured.data_ptr())
+        return measured, rows
 
     def forget_thread(self) -> None:
         """Compile nothing in a forked child; the compiler belongs to the parent."""

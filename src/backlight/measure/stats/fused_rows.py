@@ -287,12 +287,12 @@ def fused_rows(device: torch.device) -> FusedRows | None:
 
 def failures() -> list[str]:
     """Return why devices have no fused pass."""
-    return [f"{device}: {one.reason}" for device, one in _OF_DEVICE.items() if one.reason]
+    return [f"{device}: {fused.reason}" for device, fused in _OF_DEVICE.items() if fused.reason]
 
 
 def _forget_threads() -> None:
-    for one in _OF_DEVICE.values():
-        one.forget_thread()
+    for fused in _OF_DEVICE.values():
+        fused.forget_thread()
 
 
 os.register_at_fork(after_in_child=_forget_threads)

@@ -45,7 +45,7 @@ class Scratch(threading.local):
     """
 
     def __init__(self) -> None:
-        self._held: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._views: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -60,17 +60,17 @@ class Scratch(threading.local):
 
     def _view(self, key: tuple[str, torch.dtype], shape: tuple[int, ...], device: torch.device) -> Tensor:
         size = math.prod(shape)
-        held = self._held.get(key)
-        if held is None or held.numel() < size or held.is_inference() != torch.is_inference_mode_enabled():
-            held = torch.empty(size, dtype=key[1], device=device)
-        view = held[:size].view(shape)
-        if type(held) is Tensor:  # a mode of the user may return another type
-            self._held[key], self._views[key] = held, view
+        block = self._buffers.get(key)
+        if block is None or block.numel() < size or block.is_inference() != torch.is_inference_mode_enabled():
+            block = torch.empty(size, dtype=key[1], device=device)
+        view = block[:size].view(shape)
+        if type(block) is Tensor:  # a mode of the user may return another type
+            self._buffers[key], self._views[key] = block, view
         return view
 
     def drop(self) -> None:
         """Free the buffers of this thread."""
-        self._held.clear()
+        self._buffers.clear()
         self._views.clear()
 
 

@@ -153,18 +153,18 @@ class _Table:
         dtype = values[0][1].dtype
         plain = not dtype.is_complex and dtype is not torch.float64 and self._float is torch.float64
         for matrix, owners in matrices(values):
-            found = narrow(matrix) if plain else wide(matrix, self._float)
-            self._add(found if self._on_host else (*found, *non_finite(matrix)), owners)
+            norms = narrow(matrix) if plain else wide(matrix, self._float)
+            self._add(norms if self._on_host else (*norms, *non_finite(matrix)), owners)
 
     def compiled(self, values: Owned, compiled: CompiledRows | FusedRows) -> Owned:
         """Measure contiguous tensors of one dtype in a compiled pass; return what that leaves over."""
         plain = [pair for pair in values if pair[1].numel() and is_plain(pair[1])]
         if not plain:
             return values
-        found = compiled.attempt(lambda: compiled.measure([tensor for _, tensor in plain]))
-        if found is None:
+        measured = compiled.attempt(lambda: compiled.measure([tensor for _, tensor in plain]))
+        if measured is None:
             return values
-        self._add(found[0].unbind(1), list(zip([owner for owner, _ in plain], found[1], strict=True)))
+        self._add(measured[0].unbind(1), list(zip([owner for owner, _ in plain], measured[1], strict=True)))
         done = {owner for owner, _ in plain}
         return [pair for pair in values if pair[0] not in done] if len(plain) < len(values) else []
 

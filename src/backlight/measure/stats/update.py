@@ -55,7 +55,7 @@ class WeightSample:
 
     def is_of(self, parameters: Sequence[Tensor]) -> bool:
         """Return whether it samples these parameters, and no others."""
-        return [id(reference()) for reference in self._parameters] == [id(one) for one in parameters]
+        return [id(reference()) for reference in self._parameters] == [id(p) for p in parameters]
 
     def before(self) -> None:
         """Keep the sampled weights as they are now."""
@@ -113,7 +113,7 @@ class WeightSample:
 
     def _read(self) -> list[Tensor | None]:
         """Return each parameter as it is now, None where nothing is readable."""
-        found: list[Tensor | None] = []
+        tensors: list[Tensor | None] = []
         for reference in self._parameters:
             tensor = reference()
             if tensor is not None and self._local is not None:
@@ -121,10 +121,10 @@ class WeightSample:
             is_plain = tensor is not None and tensor.layout is torch.strided and not tensor.is_meta
             # Sharding frees the memory of whole parameters without changing their shape.
             if tensor is None or not is_plain or (tensor.numel() and not tensor.data_ptr()):
-                found.append(None)
+                tensors.append(None)
             else:
-                found.append(tensor.detach() if tensor.is_floating_point() or tensor.is_complex() else None)
-        return found
+                tensors.append(tensor.detach() if tensor.is_floating_point() or tensor.is_complex() else None)
+        return tensors
 
     def _assign(self, keys: list[_Key | None]) -> None:
         kinds: dict[tuple[torch.device, torch.dtype], _Kept] = {}
@@ -206,9 +206,9 @@ class _Kept:
             return torch.empty(0)
         kept, entries = self._buffer, self._entries(now)
         if (fused := self._fused) is not None and entries is not None:
-            found = fused.attempt(lambda: fused.compare(self._addresses, entries, kept))
-            if found is not None:
-                return found
+            norms = fused.attempt(lambda: fused.compare(self._addresses, entries, kept))
+            if norms is not None:
+                return norms
         if self._compared is None:
             size = (min(self._rows, _ROWS), _ROW)
             self._compared = torch.empty(size, dtype=self._widest, device=self._device)

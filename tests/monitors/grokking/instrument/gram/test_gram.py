@@ -478,7 +478,7 @@ def test_products_in_float32_raise_reported_tolerance() -> None:
 def test_factors_are_kept_in_smallest_form() -> None:
     def piece(t: int, i: int, o: int) -> MatrixFactors:
         x, d = torch.randn(4, t, 1, i), torch.randn(4, t, 1, o)
-        return MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i, held=True)
+        return MatrixFactors(d, lambda a, b: x[a:b], lambda: x.norm(dim=-1), i, in_memory=True)
 
     short, long = piece(2, 8, 8), piece(9, 8, 8)
     assert compress([short])[0] is short
