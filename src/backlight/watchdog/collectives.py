@@ -143,12 +143,12 @@ class Match:
 
 @dataclass(frozen=True)
 class Mismatch(Match):
-    """A collective in which ranks differ; ``odd`` is the one that differs from a majority, where there is."""
+    """A collective in which ranks differ; ``rank`` is the one that differs from a majority, if any."""
 
     part: Part
     group: str
     number: int
-    odd: int | None
+    rank: int | None
     calls: Mapping[int, CollectiveRecord] = field(compare=False)
 
 
@@ -281,16 +281,16 @@ Calls = dict[int, tuple[CollectiveRecord, ...]]
 
 
 def _by_group(dumps: Dumps) -> dict[tuple[str, tuple[int, ...]], dict[int, Calls]]:
-    found: dict[tuple[str, tuple[int, ...]], dict[int, Calls]] = {}
+    calls_of: dict[tuple[str, tuple[int, ...]], dict[int, Calls]] = {}
     for rank, dump in dumps.items():
         for record in dump.records:
             if record.is_point_to_point:
                 continue
-            calls = found.setdefault((record.group, record.ranks), {}).setdefault(rank, {})
+            calls = calls_of.setdefault((record.group, record.ranks), {}).setdefault(rank, {})
             if calls and record.number < max(calls):
                 calls.clear()  # the group was destroyed and made again
             calls[record.number] = (*calls.get(record.number, ()), record)
-    return found
+    return calls_of
 
 
 def _members(key: tuple[str, tuple[int, ...]], calls_of: Mapping[int, Calls], dumps: Dumps) -> list[int]:
@@ -331,8 +331,8 @@ def _compare(calls: Mapping[int, Sequence[CollectiveRecord]]) -> Mismatch | None
 def _mismatch(part: Part, calls: Mapping[int, CollectiveRecord]) -> Mismatch:
     value, first = _COMPARED[part], next(iter(calls.values()))
     ((common, count),) = Counter(map(value, calls.values())).most_common(1)
-    odd = [rank for rank, call in calls.items() if value(call) != common]
-    return Mismatch(part, first.group, first.number, odd[0] if len(odd) == 1 < count else None, calls)
+    others = [rank for rank, call in calls.items() if value(call) != common]
+    return Mismatch(part, first.group, first.number, others[0] if len(others) == 1 < count else None, calls)
 
 
 def _compares_inputs(operation: str) -> bool:

@@ -268,8 +268,8 @@ def _matched(shown: Match) -> Cause:
     kind, confidence, rank, line = DiagnosisKind.MISMATCH, MEDIUM, None, ""
     match shown:
         case Mismatch():
-            confidence, rank = HIGH, shown.odd
-            line = shown.calls[shown.odd].line if shown.odd is not None else ""
+            confidence, rank = HIGH, shown.rank
+            line = shown.calls[shown.rank].line if shown.rank is not None else ""
         case Cycle():
             confidence, rank = LOW if shown.cause is None else MEDIUM, shown.cause
         case Absence():
@@ -316,10 +316,10 @@ def _outlier(observations: Sequence[Observation], causes: Causes) -> Decision | 
         return (call.call_text, "") if call is not None else ("", obs.phase)
 
     ((common, count),) = Counter(map(where, observations)).most_common(1)
-    odd = [o for o in observations if where(o) != common]
-    if len(odd) != 1 or count < 2:
+    outliers = [o for o in observations if where(o) != common]
+    if len(outliers) != 1 or count < 2:
         return None
-    obs, usual = odd[0], next(o for o in observations if where(o) == common)
+    obs, usual = outliers[0], next(o for o in observations if where(o) == common)
     line = cause.line if (cause := causes.get(obs.rank)) is not None else None
     return Decision(
         Cause(

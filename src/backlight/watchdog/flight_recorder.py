@@ -114,19 +114,19 @@ def parse_ras(text: str) -> RasStatus | None:
 
 
 def _problems(section: str) -> list[Problem]:
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for line in filter(None, map(str.strip, section.splitlines())):
         begin = _PROBLEM.match(line)
         if begin is not None:
-            found.append(Problem(f"{begin[1]} ({begin[2]})", begin[3], ()))
+            problems.append(Problem(f"{begin[1]} ({begin[2]})", begin[3], ()))
             continue
-        if not found:
-            found.append(Problem("", "", ()))
-        last = found[-1]
+        if not problems:
+            problems.append(Problem("", "", ()))
+        last = problems[-1]
         rank = _RAS_RANK.match(line)
         ranks = (*last.ranks, int(rank[1])) if rank is not None else last.ranks
-        found[-1] = Problem(last.communicator, last.status, (*last.lines, line), ranks)
-    return found
+        problems[-1] = Problem(last.communicator, last.status, (*last.lines, line), ranks)
+    return problems
 
 
 T = TypeVar("T")
@@ -182,7 +182,7 @@ def parse_dump(rank: int, data: Any, groups: Mapping[str, Iterable[int]] | None 
 
 def _in_batches(records: Sequence[CollectiveRecord]) -> tuple[CollectiveRecord, ...]:
     """Give the calls of a batch the state of the entry that ends it: torch follows that one only."""
-    found = list(records)
+    records_with_ends = list(records)
     for place, end in enumerate(records):
         if not end.operation.endswith("coalesced"):
             continue
@@ -193,12 +193,12 @@ def _in_batches(records: Sequence[CollectiveRecord]) -> tuple[CollectiveRecord, 
             )  # fmt: skip
             if not is_of_it or call.operation.endswith("coalesced"):
                 break
-            found[at] = replace(call, started=end.started, completed=end.completed, batch=place)
-    return tuple(found)
+            records_with_ends[at] = replace(call, started=end.started, completed=end.completed, batch=place)
+    return tuple(records_with_ends)
 
 
 def _groups(config: Any) -> dict[str, tuple[int, ...]]:
-    found = {}
+    groups = {}
     left = MAX_RANKS
     for name, group in (config or {}).items():
         ranks = group["ranks"]
@@ -208,8 +208,8 @@ def _groups(config: Any) -> dict[str, tuple[int, ...]]:
         left -= len(ranks)
         if left < 0:
             raise ValueError(f"more than {MAX_RANKS} ranks in its groups")
-        found[_text(name)] = tuple(map(_number, ranks))
-    return found
+        groups[_text(name)] = tuple(map(_number, ranks))
+    return groups
 
 
 # A pickle of a few bytes may hold one list a billion times: types and sizes come before any use.
@@ -393,21 +393,21 @@ def read_dumps(directory: Path) -> dict[int, Dump]:
     OSError
         If the directory cannot be read.
     """
-    found: dict[int, Path] = {}
+    paths: dict[int, Path] = {}
     for path in sorted(directory.iterdir()):
         match = _RANK.search(path.name)
         if match is None or not path.is_file():
             continue
         rank = int(match[1])
-        if rank in found:
+        if rank in paths:
             raise DumpError(
-                f"{directory}: {found[rank].name} and {path.name} are both of rank {rank}; expected one file "
+                f"{directory}: {paths[rank].name} and {path.name} are both of rank {rank}; expected one file "
                 "per rank. Move the dumps of one job into a directory of their own"
             )
-        found[rank] = path
-    if not found:
+        paths[rank] = path
+    if not paths:
         raise DumpError(
             f"{directory}: no dump of the flight recorder; expected one file per rank whose name ends in the "
             "rank, such as nccl_trace_rank_0 (TORCH_NCCL_DEBUG_INFO_TEMP_FILE, TORCH_FR_DUMP_TEMP_FILE)"
         )
-    return {rank: read_dump(path, rank) for rank, path in sorted(found.items())}
+    return {rank: read_dump(path, rank) for rank, path in sorted(paths.items())}

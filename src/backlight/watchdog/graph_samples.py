@@ -126,5 +126,5 @@ def _loops(file: str) -> tuple[tuple[int, int], ...]:
         tree = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError):
         return ()
-    found = {(n.lineno, n.end_lineno or n.lineno) for n in ast.walk(tree) if isinstance(n, _LOOPS)}
-    return tuple(sorted(found))
+    loops = {(n.lineno, n.end_lineno or n.lineno) for n in ast.walk(tree) if isinstance(n, _LOOPS)}
+    return tuple(sorted(loops))

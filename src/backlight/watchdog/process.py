@@ -81,19 +81,19 @@ class BorrowedStderr:
         for pid in dict.fromkeys(self._pids()):
             for number in (STDERR, 1):
                 with contextlib.suppress(OSError):
-                    found = os.stat(f"/proc/{pid}/fd/{number}")  # noqa: PTH116 - of the open file, by link
-                    if (found.st_dev, found.st_ino) == self._identity:
+                    status = os.stat(f"/proc/{pid}/fd/{number}")  # noqa: PTH116 - of the open file, by link
+                    if (status.st_dev, status.st_ino) == self._identity:
                         yield pid, number
 
 
 def ancestors(pid: int) -> list[int]:
     """Return a process and those above it, the nearest first."""
-    found: list[int] = []
-    while pid > 1 and len(found) <= MAX_ANCESTORS:
-        found.append(pid)
+    pids: list[int] = []
+    while pid > 1 and len(pids) <= MAX_ANCESTORS:
+        pids.append(pid)
         process = processes.read_process(pid)
         pid = 0 if process is None else process.parent
-    return found
+    return pids
 
 
 def _write(pid: int, number: int, data: bytes) -> None:
@@ -114,10 +114,10 @@ def _duplicate_descriptor(pid: int, number: int) -> int:
     pidfd = os.pidfd_open(pid)
     try:
         call = ctypes.CDLL(None, use_errno=True).syscall
-        found = int(call(_PIDFD_GETFD, pidfd, number, 0))
-        if found < 0:
+        duplicate = int(call(_PIDFD_GETFD, pidfd, number, 0))
+        if duplicate < 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        return found
+        return duplicate
     finally:
         os.close(pidfd)
 
@@ -152,7 +152,7 @@ class EndGuard:
         """Wait for the end of the watched processes, then for the main thread."""
         while living := self._living():
             # The kernel reports the end of a process at once.
-            select.select([one for one in living.values() if one >= 0], [], [], END_POLL_S)
+            select.select([pidfd for pidfd in living.values() if pidfd >= 0], [], [], END_POLL_S)
         began, busy_s = clock.monotonic(), self._busy_s()
         while clock.monotonic() - began - (self._busy_s() - busy_s) < self._timeout_s():
             clock.sleep(_BUSY_POLL_S)

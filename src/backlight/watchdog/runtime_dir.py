@@ -42,9 +42,9 @@ def candidates() -> Iterator[Path]:
     Names in ``/dev/shm`` and the temporary directory are open to every user of the machine, who may take
     them first; the home is not.
     """
-    given = os.environ.get("XDG_RUNTIME_DIR", "")
-    if given and _is_own(Path(given)):
-        yield Path(given) / "backlight"
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime and _is_own(Path(runtime)):
+        yield Path(runtime) / "backlight"
     for shared in (Path("/dev/shm"), Path(tempfile.gettempdir())):
         yield shared / f"backlight-{os.geteuid()}"
     with contextlib.suppress(RuntimeError):
@@ -79,10 +79,10 @@ def _is_own(path: Path) -> bool:
     except OSError:
         return False
     try:
-        found = os.fstat(descriptor)
+        status = os.fstat(descriptor)
     finally:
         os.close(descriptor)
-    return found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
+    return status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077
 
 
 def runtime_directory(run: Path, attempt: int, launch: str = "") -> Path:

@@ -269,7 +269,7 @@ def read_state(path: Path, now: int | None = None) -> StateSnapshot | None:
 
 
 def _read_collectives(raw: bytes, count: int) -> tuple[Collective, ...]:
-    found = []
+    calls = []
     for number in range(max(count - MAX_COLLECTIVES, 0), count):
         at = _CALLS_AT + number % MAX_COLLECTIVES * _CALL.size
         written, group, count_in_group, kind, shape, entered, left, *flags, text = _CALL.unpack_from(raw, at)
@@ -286,8 +286,8 @@ def _read_collectives(raw: bytes, count: int) -> tuple[Collective, ...]:
                 bool(flags[1]),
                 number,
             )
-            found.append(call)
-    return tuple(found)
+            calls.append(call)
+    return tuple(calls)
 
 
 def _text(padded: bytes) -> str:

@@ -158,13 +158,13 @@ def parse_py_spy(data: Iterable[Mapping[str, Any]], at: int = 0) -> StackSample:
 
 def _texts(frames: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
     """Return the local variables that py-spy shows as texts."""
-    found = []
+    texts = []
     for frame in frames:
         for variable in frame.get("locals") or ():
             shown = str(variable.get("repr") or "")
             if len(shown) > 1 and shown[0] == shown[-1] == '"':
-                found.append((str(variable.get("name")), shown[1:-1]))
-    return tuple(found)
+                texts.append((str(variable.get("name")), shown[1:-1]))
+    return tuple(texts)
 
 
 # Dumping

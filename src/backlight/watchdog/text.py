@@ -359,15 +359,15 @@ def _matched(cause: Cause) -> Words:
 
 
 def _mismatch(mismatch: Mismatch) -> str:
-    calls, odd = mismatch.calls, mismatch.odd
+    calls, lone = mismatch.calls, mismatch.rank
     first = next(iter(calls.values()))
     at = f"{'collective' if first.peer is None else first.operation} {mismatch.number}{first.group_text}"
-    if odd is None:
+    if lone is None:
         each = "; ".join(f"rank {r} {c.call_text}" for r, c in sorted(calls.items())[:MAX_RANKS])
         return f"at {at} {_PARTS[mismatch.part]}: {each}"
-    usual = next(call for rank, call in calls.items() if rank != odd)
-    issued = f"; issued at {calls[odd].line}" if calls[odd].line else ""
-    return f"at {at} rank {odd} calls {calls[odd].call_text}, the others call {usual.call_text}{issued}"
+    usual = next(call for rank, call in calls.items() if rank != lone)
+    issued = f"; issued at {calls[lone].line}" if calls[lone].line else ""
+    return f"at {at} rank {lone} calls {calls[lone].call_text}, the others call {usual.call_text}{issued}"
 
 
 def _absence(absence: Absence) -> str:
