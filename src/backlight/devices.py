@@ -54,8 +54,8 @@ def kind() -> str | None:
     It may ask the driver, after which a fork of the process cannot use CUDA: only commands call it. A script
     may load a back-end at any time: what is true before its imports need not be true later.
     """
-    found = _built_for()
-    return found if is_in_use() or (found is not None and torch.accelerator.is_available()) else None
+    backend = _built_for()
+    return backend if is_in_use() or (backend is not None and torch.accelerator.is_available()) else None
 
 
 def is_accelerator(device: str | torch.device) -> bool:
@@ -65,8 +65,8 @@ def is_accelerator(device: str | torch.device) -> bool:
 
 def types() -> tuple[str, ...]:
     """Return the device types of this process: the host's, and that of its accelerators."""
-    found = kind()
-    return ("cpu",) if found is None else ("cpu", found)
+    accelerator = kind()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator)
 
 
 def is_available() -> bool:
@@ -76,10 +76,10 @@ def is_available() -> bool:
 
 def is_in_use() -> bool:
     """Return whether an accelerator is initialised, without initialising it."""
-    found = _built_for()
-    if found is None:
+    accelerator = _built_for()
+    if accelerator is None:
         return False
-    is_initialized = getattr(torch.get_device_module(found), "is_initialized", None)
+    is_initialized = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     # Some device modules, such as torch.mps, cannot be asked: they count as initialised.
     return bool(is_initialized() if is_initialized is not None else torch.accelerator.is_available())
 
@@ -100,8 +100,8 @@ def matmul_precision() -> str:
 
     The older switches of torch warn, and raise where a script uses ``fp32_precision``, which sets both.
     """
-    found: dict[str, Any] = {"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}
-    lower = {name: backend.matmul.fp32_precision for name, backend in found.items()}
+    backends: dict[str, Any] = {"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}
+    lower = {name: backend.matmul.fp32_precision for name, backend in backends.items()}
     return ", ".join(f"{p} on {name}" for name, p in lower.items() if p not in {"none", "ieee"}) or "highest"
 
 
@@ -117,8 +117,8 @@ def is_capturing_graph() -> bool:
 
 def graph_classes() -> list[type]:
     """Return the classes whose ``capture_begin`` starts the capture of a graph, as ``CUDAGraph``."""
-    found = _built_for()
-    modules = [torch.cuda, torch.accelerator, *([] if found is None else [torch.get_device_module(found)])]
+    built = _built_for()
+    modules = [torch.cuda, torch.accelerator, *([] if built is None else [torch.get_device_module(built)])]
     classes = (
         vars(module)[name] for module in modules for name in sorted(vars(module)) if name.endswith("Graph")
     )
@@ -415,7 +415,7 @@ class CaptureGate:
                 self._changed.notify_all()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[bool]:
+    def outside_captures(self) -> Iterator[bool]:
         """Let no capture begin during a short call; False, so that nothing may be called, during one."""
         with self._changed:
             yield not self._captures

@@ -46,23 +46,23 @@ class World:
 
 def world(environment: Mapping[str, str] | None = None) -> World:
     """Return rank and world size by the environment alone; never raises."""
-    given = os.environ if environment is None else environment
-    if "RANK" in given or "WORLD_SIZE" in given:
+    env = os.environ if environment is None else environment
+    if "RANK" in env or "WORLD_SIZE" in env:
         names = ("RANK", "WORLD_SIZE")
-    elif _is_one_of_several_tasks(given):
+    elif _is_one_of_several_tasks(env):
         names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
     else:
         return World()
-    values = ", ".join(f"{name}={given[name]!r}" if name in given else f"no {name}" for name in names)
-    rank, size = (_number(given.get(name)) for name in names)
-    if rank is None and names[0] not in given and size == 1:
+    values = ", ".join(f"{name}={env[name]!r}" if name in env else f"no {name}" for name in names)
+    rank, size = (_number(env.get(name)) for name in names)
+    if rank is None and names[0] not in env and size == 1:
         rank = 0
     if rank is None or size is None or not rank < size <= MAX_RANKS:
         return World(
             problem=f"the environment says {values}; expected whole numbers with 0 <= {names[0]} < {names[1]}"
         )
-    found, local_size = _local_rank(given), _number(given.get("LOCAL_WORLD_SIZE"))
-    return World(rank, size, found or 0, local_size or 1)
+    number, local_size = _local_rank(env), _number(env.get("LOCAL_WORLD_SIZE"))
+    return World(rank, size, number or 0, local_size or 1)
 
 
 def world_of(environment: Mapping[str, str]) -> World | None:
@@ -82,8 +82,8 @@ def rank_and_size() -> tuple[int, int]:
 
 def local_rank() -> int:
     """Return the number of this process among those of its machine, by the launcher's variables."""
-    found = _local_rank(os.environ)
-    return rank_and_size()[0] if found is None else found
+    number = _local_rank(os.environ)
+    return rank_and_size()[0] if number is None else number
 
 
 def launch_id() -> str | None:
@@ -93,8 +93,8 @@ def launch_id() -> str | None:
     process where all of them are on one machine, so that the next launch has another. What follows
     :data:`JOB_SEPARATOR` counts the restarts of one job.
     """
-    given = os.environ.get("BACKLIGHT_RUN_ID")
-    return given if given or rank_and_size()[1] <= 1 else _id_of_launcher()
+    run_id = os.environ.get("BACKLIGHT_RUN_ID")
+    return run_id if run_id or rank_and_size()[1] <= 1 else _id_of_launcher()
 
 
 def given_directory() -> str | None:
@@ -122,16 +122,16 @@ def _id_of_launcher() -> str:
     return f"{job}{JOB_SEPARATOR}{'.'.join(r for r in restarts if r) or '0'}"
 
 
-def _local_rank(given: Mapping[str, str]) -> int | None:
+def _local_rank(env: Mapping[str, str]) -> int | None:
     for name in ("LOCAL_RANK", "SLURM_LOCALID"):
-        if (number := _number(given.get(name))) is not None:
+        if (number := _number(env.get(name))) is not None:
             return number
     return None
 
 
-def _is_one_of_several_tasks(given: Mapping[str, str]) -> bool:
+def _is_one_of_several_tasks(env: Mapping[str, str]) -> bool:
     """Return whether srun started this process as one of several; a batch script is a single one."""
-    return "SLURM_PROCID" in given and (_number(given.get("SLURM_STEP_NUM_TASKS")) or 0) > 1
+    return "SLURM_PROCID" in env and (_number(env.get("SLURM_STEP_NUM_TASKS")) or 0) > 1
 
 
 def _number(text: str | None) -> int | None:
@@ -161,13 +161,13 @@ def find_ranks(pid: int) -> tuple[dict[int, int], int, Mapping[str, str]]:
         for p in table
         if (here := world_of(e := processes.environment(p))) is not None and not here.problem
     }
-    own = [p for p in environments if p == pid or _descends(p, pid, table)]
-    if not own:
+    below = [p for p in environments if p == pid or _descends(p, pid, table)]
+    if not below:
         raise ProcessNotFoundError(
             f"attach --job: process {pid} is no rank and has none; expected a process with RANK in its "
             "environment, or its launcher"
         )
-    job = _job(environments[pid if pid in environments else own[0]])
+    job = _job(environments[pid if pid in environments else below[0]])
     members = {
         p: world(e).rank
         for p, e in environments.items()
@@ -175,9 +175,9 @@ def find_ranks(pid: int) -> tuple[dict[int, int], int, Mapping[str, str]]:
     }
     # What a rank starts, such as workers of a data loader, inherits its environment.
     mains = {p: rank for p, rank in members.items() if members.get(table[p].parent) != rank}
-    found = {rank: p for p, rank in sorted(mains.items(), reverse=True)}
-    first = environments[found[min(found)]]
-    return dict(sorted(found.items())), world(first).size, first
+    pid_of_rank = {rank: p for p, rank in sorted(mains.items(), reverse=True)}
+    first = environments[pid_of_rank[min(pid_of_rank)]]
+    return dict(sorted(pid_of_rank.items())), world(first).size, first
 
 
 def _job(environment: Mapping[str, str]) -> tuple[str, ...]:

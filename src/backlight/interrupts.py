@@ -98,18 +98,18 @@ def _is_of_handler(frame: FrameType) -> bool:
         return False
     count = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
     names = code.co_varnames[:count]
-    given = [frame.f_locals.get(name) for name in names]
-    given += [part for value in given if type(value) is tuple for part in value]
-    return any(value is back for value in given) or code in _registered()
+    arguments = [frame.f_locals.get(name) for name in names]
+    arguments += [part for value in arguments if type(value) is tuple for part in value]
+    return any(value is back for value in arguments) or code in _registered()
 
 
 def _registered() -> set[CodeType]:
     """Return the code of all signal handlers: one may have overwritten its arguments."""
-    found = set()
+    codes = set()
     for number in signal.valid_signals():
         handler: Any = signal.getsignal(number)
         handler = getattr(handler, "func", handler)  # a partial
         code = getattr(handler, "__code__", None)  # of a method as well
         if isinstance(code, CodeType):
-            found.add(code)
-    return found
+            codes.add(code)
+    return codes

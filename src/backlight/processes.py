@@ -138,10 +138,10 @@ class ProcessEnd:
 
 def read_process(pid: int) -> Process | None:
     """Return the entry of a process, None where there is none."""
-    found = _read_stat(Path(f"/proc/{pid}/stat"))
-    if found is None:
+    status = _read_stat(Path(f"/proc/{pid}/stat"))
+    if status is None:
         return None
-    name, rest = found
+    name, rest = status
     return Process(
         pid, name, rest[0], int(rest[1]), int(rest[3]), int(rest[19]), _cpu_s(rest),
         int(rest[49]) if len(rest) > 49 else 0,
@@ -151,7 +151,7 @@ def read_process(pid: int) -> Process | None:
 def read_process_table() -> dict[int, Process]:
     """Return all visible processes by pid."""
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return {pid: found for pid in pids if (found := read_process(pid)) is not None}
+    return {pid: process for pid in pids if (process := read_process(pid)) is not None}
 
 
 def read_threads(pid: int) -> tuple[Thread, ...]:
@@ -163,14 +163,14 @@ def read_threads(pid: int) -> tuple[Thread, ...]:
     threads = []
     for tid in tids:
         task = Path(f"/proc/{pid}/task/{tid}")
-        found = _read_stat(task / "stat")
-        if found is None:
+        status = _read_stat(task / "stat")
+        if status is None:
             continue
         scheduled = (0, 0, 0)
         with contextlib.suppress(OSError, ValueError):
             ran, queued, slices = map(int, (task / "schedstat").read_text(encoding="ascii").split())
             scheduled = (ran, queued, slices)
-        threads.append(Thread(tid, found[0], found[1][0], _cpu_s(found[1]), *scheduled))
+        threads.append(Thread(tid, status[0], status[1][0], _cpu_s(status[1]), *scheduled))
     return tuple(threads)
 
 
@@ -203,8 +203,8 @@ def _cpu_s(stat: list[str]) -> float:
 
 def is_alive(pid: int) -> bool:
     """Return whether a process exists and is no zombie."""
-    found = read_process(pid)
-    return found is not None and not found.is_dead
+    process = read_process(pid)
+    return process is not None and not process.is_dead
 
 
 def is_traceable(pid: int) -> bool:
@@ -226,8 +226,8 @@ def handles_signal(pid: int, number: int) -> bool:
 
 def voluntary_switches(tid: int | None) -> int | None:
     """Return how often a thread of this process yielded its core, None if that is not known."""
-    found = _status_field(f"self/task/{tid}", "voluntary_ctxt_switches")
-    return None if found is None else int(found)
+    switches = _status_field(f"self/task/{tid}", "voluntary_ctxt_switches")
+    return None if switches is None else int(switches)
 
 
 def _status_field(task: str, field: str) -> str | None:
@@ -276,8 +276,8 @@ def wait_reason(pid: int, tid: int) -> WaitReason:
 
 def children(pid: int) -> tuple[Process, ...]:
     """Return the direct children of a process."""
-    found = [read_process(child.pid) for child in _query(pid, "children", [])]
-    return tuple(child for child in found if child is not None)
+    processes = [read_process(child.pid) for child in _query(pid, "children", [])]
+    return tuple(child for child in processes if child is not None)
 
 
 def command_line(pid: int) -> tuple[str, ...]:
@@ -302,11 +302,11 @@ def _query(pid: int, method: str, default: Any) -> Any:
 def lock_holders(path: Path) -> list[int] | None:
     """Return the processes that hold an advisory lock on a file, None where that is not observable."""
     try:
-        found = path.stat()
+        status = path.stat()
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    file = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    file = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     rows = [line.split() for line in lines if "->" not in line]  # an arrow marks those that wait
     holders = sorted({int(row[4]) for row in rows if len(row) > 5 and row[5] == file})
     return None if any(pid <= 0 for pid in holders) else holders  # of another container
@@ -318,14 +318,14 @@ def openers(path: Path) -> list[int] | None:
         wanted = _identity(path.stat())
     except OSError:
         return None
-    found = []
+    pids = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit():
             with contextlib.suppress(OSError):
                 descriptors = (process / "fd").iterdir()
                 if any(_opens(descriptor, wanted) for descriptor in descriptors):
-                    found.append(int(process.name))
-    return sorted(found)
+                    pids.append(int(process.name))
+    return sorted(pids)
 
 
 def _opens(descriptor: Path, wanted: tuple[int, int]) -> bool:
@@ -432,28 +432,28 @@ class HeldFiles:
         for path in paths:
             with contextlib.suppress(OSError):
                 wanted.add(_identity(path.stat()))
-        self._held: dict[int, tuple[int, int]] = {}
+        self._identities: dict[int, tuple[int, int]] = {}
         with contextlib.suppress(OSError):
             for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - numbers
                 with contextlib.suppress(OSError):  # that of the listing itself
-                    if (found := _identity(os.fstat(descriptor))) in wanted:
-                        self._held[descriptor] = found
+                    if (identity := _identity(os.fstat(descriptor))) in wanted:
+                        self._identities[descriptor] = identity
         _held_files.add(self)
 
     def are_open(self) -> bool:
         """Return whether each descriptor still refers to its file; True where none was found."""
         with contextlib.suppress(OSError):
-            if all(_identity(os.fstat(number)) == file for number, file in self._held.items()):
+            if all(_identity(os.fstat(number)) == file for number, file in self._identities.items()):
                 return True
-        _lost_files.update(self._held.values())
+        _lost_files.update(self._identities.values())
         return False
 
     def release(self) -> bool:
         """Return :meth:`are_open`, and expect nothing of them from here on: they are about to be closed."""
-        found = self.are_open()
-        if found:
-            self._held = {}
-        return found
+        are_open = self.are_open()
+        if are_open:
+            self._identities = {}
+        return are_open
 
 
 _held_files: weakref.WeakSet[HeldFiles] = weakref.WeakSet()
@@ -462,15 +462,15 @@ _lost_files: set[tuple[int, int]] = set()
 
 def has_lost(path: Path) -> bool:
     """Return whether the script has closed descriptors of this process that referred to a file."""
-    for held in list(_held_files):
-        held.are_open()
+    for files in list(_held_files):
+        files.are_open()
     with contextlib.suppress(OSError):
         return bool(_lost_files) and _identity(path.stat()) in _lost_files
     return False
 
 
-def _identity(found: os.stat_result) -> tuple[int, int]:
-    return found.st_dev, found.st_ino
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def available_cores() -> int:

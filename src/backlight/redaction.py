@@ -94,18 +94,18 @@ class Redaction:
         """Return a text without the secrets that have a name or a known shape in it, or look random."""
         text = self._by_shape(text)
         out, end = [], 0
-        for found in _INSIDE.finditer(text):
-            is_option = found["name"].startswith("-")  # `--password X`, `['--password', 'X']`
-            if found.start() < end or (found["gap"] and not is_option) or not self._kind(found["name"]):
+        for match in _INSIDE.finditer(text):
+            is_option = match["name"].startswith("-")  # `--password X`, `['--password', 'X']`
+            if match.start() < end or (match["gap"] and not is_option) or not self._kind(match["name"]):
                 continue
-            begin, quote = found.end(), found["quote"]
+            begin, quote = match.end(), match["quote"]
             if quote:
                 stop = text.find(quote, begin)
                 stop = len(text) if stop < 0 else stop
             else:
                 value = _VALUE.match(text, begin)
                 stop = begin if value is None else value.end()
-            if stop > begin and self.is_secret(found["name"], text[begin:stop]):
+            if stop > begin and self.is_secret(match["name"], text[begin:stop]):
                 out += [text[end:begin], REDACTED]
                 end = stop
         return _RUN.sub(_unless_random, "".join([*out, text[end:]]))
@@ -114,13 +114,13 @@ class Redaction:
         """Return environment variables with redacted values."""
         return {k: REDACTED if self.is_secret(k, v) else self.text(v) for k, v in values.items()}
 
-    def arguments(self, given: Sequence[str]) -> tuple[str, ...]:
+    def arguments(self, words: Sequence[str]) -> tuple[str, ...]:
         """Return the arguments of a script with redacted values."""
         if self.keeps_arguments:
-            return tuple(given)
+            return tuple(words)
         out: list[str] = []
         owner = ""  # the option that takes the argument
-        for argument in given:
+        for argument in words:
             name, sign, value = argument.partition("=")
             is_option = re.match(r"--?[A-Za-z]", argument) is not None
             if owner and not is_option and self.is_secret(owner, argument):
@@ -135,16 +135,16 @@ class Redaction:
                 owner = argument if is_option else ""
         return tuple(out)
 
-    def fingerprint(self, given: Fingerprint) -> Fingerprint:
+    def fingerprint(self, record: Fingerprint) -> Fingerprint:
         """Return a fingerprint with redacted arguments, and the names of those in ``redacted``."""
-        arguments = self.arguments(given.arguments)
-        if arguments == given.arguments:
-            return given
+        arguments = self.arguments(record.arguments)
+        if arguments == record.arguments:
+            return record
         names = [
-            _name_of(arguments, i) for i, pair in enumerate(zip(arguments, given.arguments, strict=True))
+            _name_of(arguments, i) for i, pair in enumerate(zip(arguments, record.arguments, strict=True))
             if pair[0] != pair[1]
         ]  # fmt: skip
-        return dataclasses.replace(given, arguments=arguments, redacted=tuple(dict.fromkeys(names)))
+        return dataclasses.replace(record, arguments=arguments, redacted=tuple(dict.fromkeys(names)))
 
     def _kind(self, name: str) -> str:
         """Return ``secret``, ``token`` for one unless it is of a text, or an empty text, by a name."""
@@ -167,8 +167,8 @@ def _plain(option: str) -> str:
     return _RUN.sub(_unless_random, _SHAPE.sub(REDACTED, option))
 
 
-def _unless_random(found: re.Match[str]) -> str:
-    return REDACTED if _is_random(found[0]) else found[0]
+def _unless_random(match: re.Match[str]) -> str:
+    return REDACTED if _is_random(match[0]) else match[0]
 
 
 def _is_random(word: str) -> bool:

@@ -149,8 +149,8 @@ class Registry(Generic[T]):
             self._plug_ins.append(self._load(point))
 
     def _import(self, name: str) -> None:
-        found: list[Any] = list(vars(importlib.import_module(name)).values())
-        for entry in found:
+        entries: list[Any] = list(vars(importlib.import_module(name)).values())
+        for entry in entries:
             # Imported base classes have no name of their own, or another module.
             if self._holds_class(entry) and entry.__module__ == name:
                 self.add(entry.name, entry)
@@ -209,8 +209,8 @@ class Registry(Generic[T]):
         try:
             return self._entries[name]
         except KeyError:
-            known = ", ".join(sorted(self._entries)) or "none"
-            raise UnknownNameError(f"no {self.kind} is called {name!r}; there are: {known}") from None
+            names = ", ".join(sorted(self._entries)) or "none"
+            raise UnknownNameError(f"no {self.kind} is called {name!r}; there are: {names}") from None
 
     def __contains__(self, name: object) -> bool:
         """Return whether an entry has that name."""
@@ -249,8 +249,8 @@ class Registry(Generic[T]):
 
 
 def _entry_points(group: str) -> Iterable[EntryPoint]:
-    found: Iterable[EntryPoint] = _all_entry_points(tuple(sys.path)).select(group=group)
-    return found
+    entry_points: Iterable[EntryPoint] = _all_entry_points(tuple(sys.path)).select(group=group)
+    return entry_points
 
 
 @functools.lru_cache(maxsize=1)  # reads a file of every distribution on the path
@@ -270,8 +270,8 @@ def _module_names(patterns: Iterable[str]) -> list[str]:
 def _origin(entry: object) -> str:
     """Return where an entry comes from: of a rule or a panel the function that it calls."""
     if not isinstance(entry, type):
-        held = vars(entry).values() if hasattr(entry, "__dict__") else ()
-        entry = next((value for value in held if callable(value)), entry)
+        attributes = vars(entry).values() if hasattr(entry, "__dict__") else ()
+        entry = next((value for value in attributes if callable(value)), entry)
     module = getattr(entry, "__module__", type(entry).__module__)
     return f"{module}.{getattr(entry, '__qualname__', type(entry).__qualname__)}"
 

@@ -117,9 +117,9 @@ def score(value: float) -> str:
     return "> 0.999" if 0.9995 <= value < 1 else number(value, 3)
 
 
-def count(amount: int, one: str, many: str = "") -> str:
+def count(amount: int, singular: str, many: str = "") -> str:
     """Return ``1 step`` or ``12,345 steps``."""
-    return f"{amount:,} {one if amount == 1 else many or one + 's'}"
+    return f"{amount:,} {singular if amount == 1 else many or singular + 's'}"
 
 
 def duration(seconds: float) -> str:
@@ -207,12 +207,12 @@ def scaled(value: float, unit: str) -> str:
     return f"{value:.0f} {unit}"
 
 
-def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+def did_you_mean(name: str, choices: Iterable[str], prefix: str = "") -> str:
     """Return ``; did you mean 'x'?`` for the end of a message, or the known names where none is close.
 
     ``prefix`` is put before the suggestion: the section of a key.
     """
-    names = list(known)
+    names = list(choices)
     close = difflib.get_close_matches(name, names, n=1)
     if close:
         return f"; did you mean {prefix + close[0]!r}?"
@@ -249,10 +249,10 @@ def assignments(
     items: Iterable[str], option: str, example: str, error: type[ValueError] = ValueError
 ) -> dict[str, str]:
     """Return values by key from ``KEY=VALUE`` items of the command line."""
-    found: dict[str, str] = {}
+    by_key: dict[str, str] = {}
     for item in items:
         key, value = assignment(item, option, example, error)
-        if key in found:
+        if key in by_key:
             raise error(f"{option} {item!r}: {key} is given twice")
-        found[key] = value
-    return found
+        by_key[key] = value
+    return by_key

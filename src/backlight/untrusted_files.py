@@ -83,18 +83,18 @@ def owners_beside(path: Path) -> set[int]:
     return {path.parent.stat().st_uid, os.geteuid(), 0} if hasattr(os, "geteuid") else set()
 
 
-def _checked(path: Path, found: os.stat_result, max_bytes: int, owners: Collection[int]) -> int:
-    if not stat.S_ISREG(found.st_mode):
-        kind = next((words for is_kind, words in _TYPES if is_kind(found.st_mode)), "no file")
+def _checked(path: Path, status: os.stat_result, max_bytes: int, owners: Collection[int]) -> int:
+    if not stat.S_ISREG(status.st_mode):
+        kind = next((words for is_kind, words in _TYPES if is_kind(status.st_mode)), "no file")
         raise RefusedFileError(errno.EINVAL, f"it is {kind}, expected a regular file", str(path))
-    if owners and found.st_uid not in owners:
-        raise RefusedFileError(errno.EPERM, f"it belongs to another user ({found.st_uid})", str(path))
-    if owners and found.st_nlink > 1 and found.st_uid != path.parent.stat().st_uid:
+    if owners and status.st_uid not in owners:
+        raise RefusedFileError(errno.EPERM, f"it belongs to another user ({status.st_uid})", str(path))
+    if owners and status.st_nlink > 1 and status.st_uid != path.parent.stat().st_uid:
         # Who owns the directory may have linked any file of this user into it.
         raise RefusedFileError(errno.EPERM, "it is a second name of a file of another user", str(path))
-    if found.st_size > max_bytes:
-        raise _too_large(path, found.st_size, max_bytes)
-    return found.st_size
+    if status.st_size > max_bytes:
+        raise _too_large(path, status.st_size, max_bytes)
+    return status.st_size
 
 
 def _too_large(path: Path, size: int, max_bytes: int) -> RefusedFileError:

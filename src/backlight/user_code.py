@@ -109,13 +109,13 @@ def process_script() -> str:
     """
     script = sys.argv[0] if sys.argv else ""
     is_library = is_third_party(script) or Path(script).parent == Path(sys.executable).parent
-    frame, found = sys._getframe(1) if is_library else None, script
+    frame, script_path = sys._getframe(1) if is_library else None, script
     while frame is not None:
         path = frame.f_code.co_filename
         if path != script and is_user_code(path):
-            found = path
+            script_path = path
         frame = frame.f_back
-    return found
+    return script_path
 
 
 def definition(function: object) -> SourceLine | None:

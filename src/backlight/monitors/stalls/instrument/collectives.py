@@ -247,7 +247,7 @@ class CollectiveTrace:
         now = clock.monotonic()
         if now - self._written_at < PERIOD_S:
             return
-        with GATE.held() as is_open:
+        with GATE.outside_captures() as is_open:
             if is_open:
                 self._written_at = now
                 write_document(self._document, self._content(distributed))
