@@ -58,12 +58,129 @@ def inner_model_in_eval_mode(injected: bool) -> None:
     train(Wrapper(normed().train(not injected)))
 
 
+class Parts(nn.Module):
+    """An encoder, another one, and a head with dropout."""
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.head = normed(nn.Linear(3, 8)), normed(nn.Linear(3, 8)), head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([self.first(x), self.second(x)], 1))
+
+
+def dropping_head() -> nn.Sequential:
+    return nn.Sequential(nn.Dropout(0.1), nn.Linear(16, 3))
+
+
+@fault(
+    rule="module_modes",
+    kind="trained_in_evaluation",
+    severity="warning",
+    step=0,
+    names="`first` and `second`",
+)
+def two_encoders_in_eval_mode(injected: bool) -> None:
+    model = Parts(nn.Linear(16, 3))
+    model.first.train(not injected)
+    model.second.train(not injected)
+    train(model)
+
+
+@fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=0, names="`first`")
+def encoders_in_eval_mode_below_a_head_that_drops(injected: bool) -> None:
+    model = Parts(dropping_head())
+    model.first.train(not injected)
+    model.second.train(not injected)
+    train(model)
+
+
 @fault(rule="module_modes", kind="trained_in_evaluation", severity="warning", step=0, names="1 BatchNorm1d")
 def loaded_batch_norm_in_eval_mode(injected: bool) -> None:
     """It may be meant that the statistics of a model from a file stay."""
     model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
     model.load_state_dict(model.state_dict())
     train(model.train(not injected))
+
+
+def below_half(model: Parts) -> None:
+    """One of two encoders is kept as it is."""
+    model.first.eval()
+    model.second.append(nn.Linear(8, 8)).append(nn.Linear(8, 8))
+
+
+def frozen_encoders(model: Parts) -> None:
+    model.first.eval().requires_grad_(False)
+    model.second.eval().requires_grad_(False)
+
+
+def frozen_stages(model: Parts) -> None:
+    for part in (model.first[:2], model.second[:2]):
+        part.requires_grad_(False)
+        for module in part:
+            module.eval()
+
+
+def adapters(model: Parts) -> None:
+    """Low-rank weights on frozen layers, all in evaluation mode."""
+    for part in (model.first, model.second):
+        part.eval().requires_grad_(False)
+        part[0] = nn.Sequential(part[0], nn.Linear(16, 1), nn.Linear(1, 16))
+
+
+def norms_in_evaluation(model: Parts) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm1d):
+            module.eval()
+
+
+def without_dropout(model: Parts) -> None:
+    for part in (model.first, model.second):
+        part.eval()
+        part[3].p = 0.0
+
+
+def dropouts_one_by_one(model: Parts) -> None:
+    model.first[3].eval()
+    model.second[3].eval()
+
+
+def train_after_construction(model: Parts) -> None:
+    model.first.eval()
+    model.train()
+
+
+def encoder_that_no_optimizer_holds(model: Parts) -> None:
+    """A teacher that is kept in the same module."""
+    model.first.eval().requires_grad_(False)
+    model.teacher = normed().eval().requires_grad_(False)
+
+
+MODES = [
+    below_half,
+    frozen_encoders,
+    frozen_stages,
+    adapters,
+    norms_in_evaluation,
+    without_dropout,
+    dropouts_one_by_one,
+    train_after_construction,
+    encoder_that_no_optimizer_holds,
+]
+
+
+def _mode_control(prepare: Callable[[Parts], None]) -> None:
+    def loop() -> None:
+        model = Parts(dropping_head())
+        prepare(model)
+        train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+
+    loop.__name__ = prepare.__name__
+    control(loop)
+
+
+for one in MODES:
+    _mode_control(one)
 
 
 @control

@@ -39,9 +39,10 @@ class ModuleModes(Check):
     """``module_modes``: every dropout and trained batch norm of a model is in evaluation mode in training.
 
     A model that is mostly frozen is left out, as everything below a new head. Of a model whose root is in
-    training mode the same is reported of a part that has dropout: batch norms alone are often frozen on
-    purpose. It may be meant as well where weights come from a file, and only batch norms are concerned. Once
-    the classes of each model are looked at: their own ``train()`` may not have been called.
+    training mode the same is reported of parts with dropout that hold most of what is trained: batch norms
+    alone are often frozen on purpose. It may be meant as well where weights come from a file, and only batch
+    norms are concerned. Once the classes of each model are looked at: their own ``train()`` may not have been
+    called.
     """
 
     name = "module_modes"
@@ -75,10 +76,7 @@ class ModuleModes(Check):
             return
         trained_ids = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
         for model in models:
-            sizes = {id(n.parameter): n.parameter.numel() for n in named_parameters(model)}
-            trained = sum(numel for key, numel in sizes.items() if key in trained_ids)
-            if trained and trained >= TRAINED_SHARE * sum(sizes.values()):
-                self._report(model, trained_ids)
+            self._report(model, trained_ids)
 
     def _report(self, model: nn.Module, trained_ids: set[int]) -> None:
         modules = list(walk(model))
@@ -87,20 +85,34 @@ class ModuleModes(Check):
             for name, module in modules
             if is_dropout(module) or (is_batch_norm(module) and id(module.weight) in trained_ids)
         ]
-        if not relevant or any(module.training for _, module in relevant):
+        evaluated = [named for named in relevant if not named[1].training]
+        if not evaluated:
             return
-        drops = any(is_dropout(module) for _, module in relevant)
-        part = ""
+        parts: tuple[str, ...] = ()
         if model.training:
-            # The outermost module that was put into evaluation mode, with all that may be.
-            names = [name for name, module in modules if not module.training]
-            part = next((n for n in names if all(path.startswith(f"{n}.") for path, _ in relevant)), "")
-            if not drops or not part:
+            parts = tuple(
+                name for name, part in _outermost_evaluated(modules) if _mostly_trained(part, trained_ids)
+            )
+            evaluated = [named for named in evaluated if _is_below(named[0], parts)]
+            is_whole = len(evaluated) == len(relevant)
+            parameters = {
+                id(n.parameter): n for n in named_parameters(model) if id(n.parameter) in trained_ids
+            }
+            sizes = [(named.name, named.parameter.numel()) for named in parameters.values()]
+            inside = sum(size for name, size in sizes if _is_below(name, parts))
+            if not is_whole and inside < TRAINED_SHARE * sum(size for _, size in sizes):
                 return
+            if any(module.training for name, module in relevant if _is_below(name, parts)):
+                return
+        elif len(evaluated) < len(relevant) or not _mostly_trained(model, trained_ids):
+            return
+        drops = any(is_dropout(module) for _, module in evaluated)
+        if model.training and not drops:
+            return
         is_loaded = self.schedule.loaded.holds(named.parameter for named in named_parameters(model))
-        may_be_meant = bool(part) or (is_loaded and not drops and not self._has_changed)
-        active = _active(relevant)
-        self.report(facts.TrainedInEvaluation(self.step, kind_of(model), active, part, may_be_meant))
+        may_be_meant = bool(parts) or (is_loaded and not drops and not self._has_changed)
+        active = _active(evaluated)
+        self.report(facts.TrainedInEvaluation(self.step, kind_of(model), active, parts, may_be_meant))
 
     def _report_train(self, name: str, module: nn.Module) -> None:
         train = type(module).train
@@ -116,6 +128,26 @@ class ModuleModes(Check):
         if does and parameters:
             line = str(definition(train) or "")
             self.report(facts.TrainNotCalled(self.step, kind_of(module), name, " and ".join(does), line))
+
+
+def _outermost_evaluated(modules: Sequence[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Return the modules in evaluation mode that are in no other one; a parent comes before its children."""
+    outermost: list[tuple[str, nn.Module]] = []
+    for name, module in modules:
+        if not module.training and not _is_below(name, tuple(part for part, _ in outermost)):
+            outermost.append((name, module))
+    return outermost
+
+
+def _is_below(name: str, parts: Sequence[str]) -> bool:
+    return name.startswith(tuple(f"{part}." for part in parts))
+
+
+def _mostly_trained(module: nn.Module, trained_ids: set[int]) -> bool:
+    """Return whether the optimizer holds enough of the weights of ``module``."""
+    sizes = {id(n.parameter): n.parameter.numel() for n in named_parameters(module)}
+    trained = sum(size for key, size in sizes.items() if key in trained_ids)
+    return 0 < trained >= TRAINED_SHARE * sum(sizes.values())
 
 
 def is_dropout(module: nn.Module) -> TypeGuard[_DropoutNd]:

@@ -57,27 +57,29 @@ class Active:
 
 
 class TrainedInEvaluation(Fact, rule="module_modes", kind="trained_in_evaluation"):
-    """Dropout and batch norm of a model, or of a ``part`` of it, are in evaluation mode in training."""
+    """Dropout and batch norm of a model, or of some ``parts`` of it, are in evaluation mode in training."""
 
     model: str
     active: Active
-    part: str = ""
+    parts: tuple[str, ...] = ()
     may_be_meant: bool = False
 
     def _finding(self, facts: Sequence[Self]) -> Finding:
-        who = f"`{self.part}` of {self.model}" if self.part else self.model
+        names = Names.of(self.parts)
+        who = f"{names} of {self.model}" if self.parts else self.model
+        are, module = ("are", "modules and their") if names.count > 1 else ("is", "module and its")
         effects = self.active.effects("dropout drops nothing", "batch norm does not update its statistics")
         return self.finding(
-            f"{who} is trained in evaluation mode",
-            f"From step {self.step} on, the optimizer updates {who} while the module and its {self.active} "
+            f"{who} {are} trained in evaluation mode",
+            f"From step {self.step} on, the optimizer updates {who} while the {module} {self.active} "
             f"are in evaluation mode. {effects}.",
             module=self.active.names[0],
             severity=Severity.WARNING if self.may_be_meant else Severity.ERROR,
             evidence=(", ".join(self.active.names), "modules"),
             fix=(
-                f"Call `model.{self.part}.train()` before the training loop: it keeps the mode that it was "
-                "built or loaded in."
-                if self.part
+                f"Call {' and '.join(f'`model.{part}.train()`' for part in names.first)} before the training "
+                "loop: a module keeps the mode that it was built or loaded in."
+                if self.parts
                 else "Call `model.train()` before the training loop, and again after each evaluation."
             ),
             refuted_if="`model.training` is True at these steps, or evaluation mode is what you want here.",
