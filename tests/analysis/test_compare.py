@@ -23,7 +23,7 @@ from backlight.analysis.compare import (
 from backlight.analysis.fingerprint_diff import Role, arguments
 from backlight.analysis.report import source_of
 from backlight.records import Finding, Fingerprint, Severity, Subject
-from backlight.report.overlay_curves import curve_panels
+from backlight.report.overlay import curve_panels
 from backlight.store.read.run import Run, open_run
 from run_builder import build_health_run, build_run, build_steptime_run
 from run_builder import parameter as parameter_record

@@ -13,7 +13,7 @@ from torch import nn
 import backlight
 from backlight.analysis.compare import compare
 from backlight.analysis.comparison_verdict import facts, verdict
-from backlight.report.live.run_state import Stand, Standing
+from backlight.report.live.follower import Stand, Standing
 from backlight.report.live.terminal import frame
 from backlight.report.markdown import render_markdown
 from backlight.report.notebook import run_html

@@ -12,8 +12,7 @@ from backlight.analysis.comparison_verdict import loss_line
 from backlight.analysis.report import source_of
 from backlight.analysis.side_by_side import Row
 from backlight.monitors.steptime.model.step_comparison import TimeComparison
-from backlight.report.overlay import compared, listing
-from backlight.report.overlay_curves import curve_panels
+from backlight.report.overlay import compared, curve_panels, listing
 from backlight.report.page import document, write_page
 from backlight.store.read.run import Run
 from backlight.text import count, duration, number, visible

@@ -13,7 +13,7 @@ from backlight.findings.losses import losses_of
 from backlight.monitors.health.model.parameters import untrained_parameters
 from backlight.monitors.health.model.score import health_series
 from backlight.monitors.steptime.model.evidence import StoredProfile, peak_memory, read_profile
-from backlight.report.overlay_curves import median_updates
+from backlight.report.overlay import median_updates
 from backlight.report.source import rate_labels
 from backlight.store.read.run import Run
 from backlight.text import number, percent, size

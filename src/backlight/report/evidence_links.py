@@ -57,7 +57,7 @@ def place_of(
     if has_map and path.startswith("parameters/"):
         named = rows.get(path.split("/", 2)[-1], row)
         return Place("parameters", named, None, step)
-    best = max(((_match(path, panel), panel.name) for panel in panels), default=(0, ""))
+    best = max(((matching_segments(path, panel), panel.name) for panel in panels), default=(0, ""))
     return Place(best[1], row, None, step, _layer(path)) if best[0] and best[1] in drawn else None
 
 
@@ -101,7 +101,7 @@ def _layer(path: str) -> str | None:
     return visible(found["number"] or found["array"]) if found else None
 
 
-def _match(path: str, panel: Panel) -> int:
+def matching_segments(path: str, panel: Panel) -> int:
     """Return how many segments of ``path`` the closest series of ``panel`` names, 0 for none."""
     segments = path.split("/")
     lengths = [0]

@@ -17,6 +17,8 @@ from backlight.store.read.run import Run
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
+Window = tuple[int, int]
+"""First and last step, both included."""
 
 
 @dataclass(frozen=True)
@@ -199,20 +201,25 @@ class ParameterFrames:
 
 
 def read_frames(
-    run: Run, parameters: tuple[ParameterRecord, ...], cells: int | None = None
+    run: Run,
+    parameters: tuple[ParameterRecord, ...],
+    cells: int | None = None,
+    window: Window | None = None,
 ) -> ParameterFrames:
     """Read every column of :data:`COLUMNS` once and reduce it; one frame is in memory at a time.
 
-    A column is reduced to ``cells`` (parameters x buckets) at most, by default :data:`CELLS`.
+    A column is reduced to ``cells`` (parameters x buckets) at most, by default :data:`CELLS`. Only
+    steps of the ``window`` are read, by default all.
     """
     present = [series for series in ("gradient", "update") if run.has(series)]
     every = [run.series_steps(series) for series in present]
     steps = np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
+    steps = steps[_within(steps, window)]
     amount = len(parameters)
     most = min(MOST_BUCKETS, max(FEWEST_BUCKETS, (CELLS if cells is None else cells) // max(1, amount)))
     frames = ParameterFrames(cut(steps, most))
-    for shown, at, values, measured in _columns(run, parameters, present):
-        undefined = np.False_ if shown.name != "ratio" else _from_zero(run, parameters)
+    for shown, at, values, measured in _columns(run, parameters, present, window):
+        undefined = np.False_ if shown.name != "ratio" else _from_zero(run, parameters, window)
         frames.steps.setdefault(shown.series, at)
         frames.extremes[shown.name] = extremes(values, measured, at, frames.buckets, undefined)
         values[~measured | undefined] = np.nan
@@ -221,37 +228,46 @@ def read_frames(
 
 
 def _columns(
-    run: Run, parameters: tuple[ParameterRecord, ...], present: list[str]
+    run: Run, parameters: tuple[ParameterRecord, ...], present: list[str], window: Window | None
 ) -> Iterator[tuple[Shown, Ints, Floats, Bools]]:
     """Yield each column that was recorded, its rows in the order of ``parameters``."""
     for shown in COLUMNS:
         if shown.series in present:
-            steps, values, measured = _ordered(run, shown.series, shown.column, parameters)
+            steps, values, measured = _ordered(run, shown.series, shown.column, parameters, window)
             if len(steps):
                 yield shown, steps, values, measured
 
 
 def _ordered(
-    run: Run, series: str, column: str, parameters: tuple[ParameterRecord, ...]
+    run: Run, series: str, column: str, parameters: tuple[ParameterRecord, ...], window: Window | None
 ) -> tuple[Ints, Floats, Bools]:
     """Return the steps of a column, its values [S, P] in the order of ``parameters``, and its mask."""
     row = {record.name: index for index, record in enumerate(parameters)}
     frame = run.frame(series, column)
-    values, measured = frame.values.astype(np.float64), frame.measured
+    part = _within(frame.steps, window)
+    steps, values, measured = frame.steps[part], frame.values[part].astype(np.float64), frame.measured[part]
     if frame.names == tuple(row):
-        return frame.steps, values, measured
-    known = [index for index, name in enumerate(frame.names) if name in row]
-    target = [row[frame.names[index]] for index in known]
-    whole = np.full((len(frame.steps), len(row)), np.nan)
+        return steps, values, measured
+    source = [index for index, name in enumerate(frame.names) if name in row]
+    target = [row[frame.names[index]] for index in source]
+    whole = np.full((len(steps), len(row)), np.nan)
     mask = np.zeros(whole.shape, np.bool_)
-    whole[:, target], mask[:, target] = values[:, known], measured[:, known]
-    return frame.steps, whole, mask
+    whole[:, target], mask[:, target] = values[:, source], measured[:, source]
+    return steps, whole, mask
 
 
-def _from_zero(run: Run, parameters: tuple[ParameterRecord, ...]) -> Bools:
+def _within(steps: Ints, window: Window | None) -> slice:
+    """Return which of the sorted ``steps`` are in the window."""
+    if window is None:
+        return slice(None)
+    low, high = np.searchsorted(steps, (window[0], window[1] + 1))
+    return slice(int(low), int(high))
+
+
+def _from_zero(run: Run, parameters: tuple[ParameterRecord, ...], window: Window | None) -> Bools:
     """Return where an update has no ratio to the weights before it, since those were zero."""
-    _, moved, _ = _ordered(run, "update", "update_norm", parameters)
-    _, weights, _ = _ordered(run, "update", "weight_norm", parameters)
+    _, moved, _ = _ordered(run, "update", "update_norm", parameters, window)
+    _, weights, _ = _ordered(run, "update", "weight_norm", parameters, window)
     return np.asarray((weights == 0) & np.isfinite(moved))
 
 

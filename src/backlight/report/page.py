@@ -38,7 +38,7 @@ ASSETS = files("backlight.report") / "assets"
 VENDOR = files("backlight.report") / "vendor"
 
 SCRIPTS = (
-    *("words.js", "data.js", "view.js", "palette.js", "grid.js"),
+    *("words.js", "elements.js", "data.js", "view.js", "palette.js", "grid.js"),
     *("axes.js", "chart_data.js", "marks.js", "charts.js", "findings.js"),
 )
 """What the drawers in ``assets/kinds`` stand on, in the order of their needs; ``page.js`` follows them."""
@@ -155,7 +155,6 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
         "run": {
             "name": visible(source.run.name) or "unnamed run",
             "status": said.state,
-            "monitors": [visible(monitor) for monitor in source.run.monitors],
         },
         "verdict": {
             "tone": said.tone,

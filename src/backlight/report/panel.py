@@ -115,7 +115,8 @@ class Panel:
     A path belongs to the panel with the longest matching beginning, in whole segments. ``monitor`` is the
     monitor whose measurements it shows, empty for what every run has. Without data, a panel of a monitor that
     did not watch is left out, since one line says so for all of them; and so is an ``optional`` one, about
-    what many runs do not have: several ranks, a loss scale. ``place`` is ``"full"``, ``"half"`` for a panel
+    what many runs do not have: several ranks, a loss scale. ``events`` are the kinds that it lists, which the
+    panel of all events leaves out. ``place`` is ``"full"``, ``"half"`` for a panel
     that shares its row with another where there is room, or ``"details"`` for one in the folded part at the
     end. ``summary`` returns the summary of a run in which this monitor measured what matters most; the first
     one that does, in the order of the page, is the run's.
@@ -129,6 +130,7 @@ class Panel:
     note: str = ""
     monitor: str = ""
     optional: bool = False
+    events: tuple[str, ...] = ()
     place: str = "full"
     summary: Callable[[Source], Summary | None] | None = None
 

@@ -8,7 +8,8 @@ from typing import Any
 from backlight.findings.limits import declared
 from backlight.report.charts import NUMBERS, Axis, Line, chart, spans_decades
 from backlight.report.cost import describe_cost
-from backlight.report.panel import Drawn, NotMeasured, panel
+from backlight.report.evidence_links import matching_segments
+from backlight.report.panel import Drawn, NotMeasured, in_order, panel
 from backlight.report.source import Source
 from backlight.store.format.schema import COST
 from backlight.text import listed, number, visible
@@ -16,14 +17,16 @@ from backlight.text import listed, number, visible
 MAX_CHARTS = 40
 """Charts of user scalars on one page."""
 
-CURVES = {"train_accuracy", "test_accuracy", "train_loss", "test_loss"}
-"""Scalars that a run on grokking shows as its learning curves."""
-
 
 @panel("user_scalars", title="Your scalars", order=60, series=("scalars", "user"))
 def user_scalars(source: Source) -> Drawn | NotMeasured:
     """Draw each scalar that was given to ``watch.log``."""
-    names = [n for n in source.run.scalar_names(source="user") if not _elsewhere(n, source)]
+    others = [entry for entry in in_order() if entry.monitor in source.run.monitors]
+    names = [
+        name
+        for name in source.run.scalar_names(source="user")
+        if not any(matching_segments(f"user/{name}", other) for other in others)
+    ]
     charts = []
     for name in names[:MAX_CHARTS]:
         scalar = source.scalar(name, source="user")
@@ -43,28 +46,22 @@ def user_scalars(source: Source) -> Drawn | NotMeasured:
     return Drawn("lines", {"charts": charts, "small": True}, (), remarks)
 
 
-def _elsewhere(name: str, source: Source) -> bool:
-    """Return whether the panels of the monitor grokking show this scalar."""
-    if "grokking" not in source.run.monitors:
-        return False
-    return name in CURVES or name.startswith("progress/")
-
-
 MAX_ROWS = 200
 """Rows of the table; an event that repeats at every step is one row with a count."""
 
-ELSEWHERE = {COST, "unmeasured", "config", "spectra", "spectra_left_out", "spectra_measured"}
-"""Kinds that other parts of the page show."""
+ELSEWHERE = {COST, "unmeasured", "config"}
+"""Kinds that other parts of the page show, next to those that a panel declares."""
 
 
 @panel("events", title="Events", order=120, series=("events",), place="details")
 def events(source: Source) -> Drawn:
     """List the events of the run; equal events in a row are one line with how often they came."""
-    found = [event for event in source.run.events() if event.kind not in ELSEWHERE]
-    if not found:
+    elsewhere = ELSEWHERE.union(*(entry.events for entry in in_order()))
+    listed_events = [event for event in source.run.events() if event.kind not in elsewhere]
+    if not listed_events:
         return Drawn("words", {"text": "None was noted: no warning, no exception, no change of parameters."})
     rows: list[dict[str, Any]] = []
-    for event in found:
+    for event in listed_events:
         text = _told(event.payload)
         if rows and (rows[-1]["kind"], rows[-1]["text"]) == (event.kind, text):
             rows[-1]["times"] += 1

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from backlight.findings.evaluate import separate_hints
 from backlight.records import Finding, ParameterRecord
-from backlight.report.frames import ParameterFrames, read_frames
+from backlight.report.frames import ParameterFrames, Window, read_frames
 from backlight.store.read.run import Run, Scalar
 from backlight.text import count, listed, visible
 
@@ -49,7 +49,8 @@ class Source:
 
     ``health`` is the score over steps and ``untrained`` names the trainable parameters that never train; the
     caller computes both by the rules of their monitor. ``cells`` are those that a heat map may have, None for
-    as many as a written report has. ``kept`` is what panels read through :meth:`once`.
+    as many as a written report has; ``window`` are the steps that it shows, None for all. ``kept`` is what
+    panels read through :meth:`once`.
     """
 
     run: Run
@@ -57,6 +58,7 @@ class Source:
     health: Series | None = None
     untrained: Sequence[str] = ()
     cells: int | None = None
+    window: Window | None = None
     kept: dict[Callable[[Any], Any], Any] = field(default_factory=dict, init=False, repr=False)
     hints: Sequence[Finding] = field(default=(), init=False)
 
@@ -113,7 +115,7 @@ class Source:
     @cached_property
     def frames(self) -> ParameterFrames:
         """Everything that the page shows per parameter, read once and reduced."""
-        return read_frames(self.run, self.parameters, self.cells)
+        return read_frames(self.run, self.parameters, self.cells, self.window)
 
     @cached_property
     def coverage(self) -> Coverage:

@@ -20,9 +20,8 @@ from backlight.analysis.live import followed
 from backlight.records import Finding, RunStatus
 from backlight.report import verdict
 from backlight.report.live import follower
-from backlight.report.live.follower import Followed
+from backlight.report.live.follower import Followed, Standing
 from backlight.report.live.overlay import Several
-from backlight.report.live.run_state import Standing
 from backlight.report.panel import Drawn, Panel, in_order
 from backlight.report.source import Source
 from backlight.store.errors import RunFormatError

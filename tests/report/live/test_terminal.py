@@ -15,8 +15,7 @@ from synthetic import Plan, finding
 from backlight.analysis.live import followed
 from backlight.cli.render.live import show
 from backlight.records import Finding, Severity
-from backlight.report.live.follower import Followed
-from backlight.report.live.run_state import EMPTY
+from backlight.report.live.follower import EMPTY, Followed
 from backlight.report.live.terminal import frame
 from backlight.report.source import Source
 from backlight.report.sparkline import outstanding, sparkline

@@ -332,6 +332,7 @@ def batch_of(source: Source) -> str:
     title="Layers by signal",
     order=74,
     series=("events/spectra", "events/spectra_measured"),
+    events=("spectra", "spectra_left_out", "spectra_measured"),
     note="The last measurement of each layer. The signal share is that of one replicate's squared norm; "
     "noise scales are in samples, ranks stable ranks.",
     monitor="spectra",

@@ -20,26 +20,25 @@ const logSplits = (base) => (plot, axis, low, high) => {
   return [low, (low + high) / 2, high];
 };
 
-const axisRange = (axis) => {
-  const { log, low, high } = axis;
-  if (axis.fixed) return () => axis.fixed();
+// Read anew at each drawing: newer numbers, or the reader, may move the ends.
+/** @param {Spec["left"]} axis */
+const axisRange = (axis) => (plot, min, max) => {
+  const { log, low, high, fixed } = axis;
+  if (fixed) return fixed;
   if (log) {
-    return (plot, min, max) => {
-      if (!(min > 0)) return [0.1, 10];
-      const room = Math.max(1.15, (max / min) ** 0.05);
-      return [min / room, max * room];
-    };
+    if (!(min > 0)) return [0.1, 10];
+    const room = Math.max(1.15, (max / min) ** 0.05);
+    return [min / room, max * room];
   }
-  return (plot, min, max) => {
-    if (axis.top && !axis.whole) return [low ?? 0, axis.top]; // read anew at each drawing, for a reader may lift it
-    if (min === null) return [low ?? 0, high ?? 1];
-    const room = (max - min || Math.abs(max) || 1) * 0.06;
-    const from = low === null ? min - room : Math.min(low, min);
-    const to = high === null ? max + room : Math.max(high, max);
-    return [low === null ? from : from - (high === null ? 0 : (to - from) * 0.02), high === null ? to : to + (to - from) * 0.02];
-  };
+  if (axis.top && !axis.whole) return [low ?? 0, axis.top];
+  if (min === null) return [low ?? 0, high ?? 1];
+  const room = (max - min || Math.abs(max) || 1) * 0.06;
+  const from = low === null ? min - room : Math.min(low, min);
+  const to = high === null ? max + room : Math.max(high, max);
+  return [low === null ? from : from - (high === null ? 0 : (to - from) * 0.02), high === null ? to : to + (to - from) * 0.02];
 };
 
+/** @param {AxisData} axis @param {string} scale @param {number} side */
 const verticalAxis = (axis, scale, side) => ({
   scale,
   side,
@@ -85,9 +84,9 @@ const stepAxis = (label = "step") => ({
     const label = 24 + 7 * number(Math.round(high)).length;
     const room = ((high - low) * label * devicePixelRatio) / plot.bbox.width;
     const size = spacingOf(room);
-    const found = [];
-    for (let step = Math.ceil(low / size) * size; step <= high - 0.8 * room; step += size) found.push(step);
-    return [...found, Math.floor(high)];
+    const steps = [];
+    for (let step = Math.ceil(low / size) * size; step <= high - 0.8 * room; step += size) steps.push(step);
+    return [...steps, Math.floor(high)];
   },
   filter: (plot, splits) => splits,
   values: (plot, splits) => splits.map((value) => number(Math.round(value))),

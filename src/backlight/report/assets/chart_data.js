@@ -5,6 +5,7 @@
 // break nothing was recorded, in a sample every n-th step was. `smooths` is the place of the line that one smooths.
 
 // Values as uPlot wants them: undefined where a line has no point here, null where a point cannot be drawn.
+/** @type {(line: Line, log: boolean) => (number | null | undefined)[]} */
 const drawable = (line, log) => {
   const breaks = new Set([...line.odd, ...(line.gap ?? [])]);
   return Array.from(line.values, (value, i) => {
@@ -16,6 +17,7 @@ const drawable = (line, log) => {
 
 // The values of a chart, and of each of its lines the places that were recorded, those without neighbours (`alone`), and
 // those that no line or area reaches, samples among them (`apart`).
+/** @param {Spec} spec */
 const dataOf = (spec) => {
   const columns = spec.lines.map((line) => {
     const { log } = spec[line.axis];
@@ -52,6 +54,7 @@ const inRange = (ranges, step) => {
 };
 
 // Places between breaks on both sides.
+/** @type {(steps: Steps, line: Line, values: (number | null)[]) => number[]} */
 const aloneIn = (steps, { known, breaks = [] }, values) => {
   const shut = (from, to) => {
     if (from < 0 || to >= values.length) return true;
@@ -62,6 +65,7 @@ const aloneIn = (steps, { known, breaks = [] }, values) => {
 };
 
 // The recorded place of a line that is nearest to a step, null where it has none.
+/** @type {(spec: Spec, line: Line, step: number) => number | null} */
 const nearestPlace = ({ steps }, { places }, step) => {
   let at = firstAt(places.length, (i) => steps[places[i]], step);
   if (at === places.length || (at > 0 && step - steps[places[at - 1]] <= steps[places[at]] - step)) at -= 1;
@@ -90,6 +94,7 @@ const smoothed = (values, log) => {
 };
 
 // Lines that are stacked, the top one first: each is filled down to the one below, and tells its own value.
+/** @type {(lines: Line[]) => Line[]} */
 const stacked = (lines) => {
   const areas = lines.filter(({ style }) => style === "area");
   let below = null;
@@ -101,43 +106,18 @@ const stacked = (lines) => {
   return [...piled.reverse(), ...lines.filter(({ style }) => style !== "area")];
 };
 
-// A chart as Python sends it, with its arrays unpacked.
-const readChart = async (chart) => {
-  const read = await Promise.all(
-    chart.lines.map(async (line, i) => {
-      const [values, ...places] = await Promise.all([line.values, line.odd, line.gap, line.breaks, line.sampled].map(unpack));
-      const [odd, gap, breaks, sampled] = places.map((each) => Array.from(each));
-      return { ...line, tone: line.tone || TONES[i % TONES.length], values, odd, gap, breaks, sampled };
+/**
+ * A chart as Python sends it: areas stacked, a smoothed line for each where the reader may ask for them.
+ * @param {ChartData} chart
+ * @returns {Spec}
+ */
+const readChart = (chart) => {
+  const lines = stacked(
+    chart.lines.map((line, i) => {
+      const [odd, gap, breaks, sampled] = [line.odd, line.gap, line.breaks, line.sampled].map((places) => Array.from(places));
+      return { ...line, tone: line.tone || TONES[i % TONES.length], odd, gap, breaks, sampled };
     }),
   );
-  const lines = stacked(read);
   const smooth = chart.adjustable ? lines.map((line, i) => ({ ...line, label: `${line.label}, smoothed`, odd: [], over: 0, smooths: i })) : [];
-  const steps = await unpack(chart.steps);
-  return {
-    ...chart,
-    overSteps: chart.across === (report.across ?? "step"),
-    steps,
-    marks: await Promise.all(chart.marks.map(async (mark) => ({ ...mark, steps: await unpack(mark.steps) }))),
-    lines: [...lines, ...smooth],
-  };
-};
-
-// Whether a chart can take newer numbers as it stands: the same lines, axes and words around them.
-const alike = (old, next) => {
-  const frame = ({ title, lines, left, right, marks, spans, across, range, adjustable }) =>
-    JSON.stringify([
-      title, across, left?.label, adjustable || left?.log, right?.label, right?.log, range, left?.top === null,
-      lines.map(({ label, axis, style, tone, over, odd, every }) => [label, axis, style, tone, over, odd.length > 0, every]),
-      marks.map(({ label, steps: at }) => [label, at.length]), spans ?? [],
-    ]);
-  return frame(old) === frame(next);
-};
-
-// Newer numbers into a drawn chart; what is under the pointer and what the legend hides stay as they are.
-const refill = ({ plot, legend }, spec, next) => {
-  next.lines.forEach((line, i) => Object.assign(spec.lines[i], line));
-  Object.assign(spec, { steps: next.steps, marks: next.marks });
-  spec.left.top = next.left.top;
-  plot.setData(dataOf(spec), true);
-  legend.show(plot);
+  return { ...chart, left: { ...chart.left }, overSteps: chart.across === (report.across ?? "step"), lines: [...lines, ...smooth] };
 };

@@ -20,6 +20,7 @@ const findingEntry = () => {
 };
 
 // What a line is made of, where it is not every value: a sample, or the extremes of ranges.
+/** @param {Spec} spec */
 const madeOf = ({ lines, range, across = "step" }) => {
   const spacings = lines.flatMap(({ sampled, every, smooths }) => (sampled?.length && smooths === undefined ? [every] : []));
   const [least, most] = [Math.min(...spacings), Math.max(...spacings)];
@@ -29,7 +30,8 @@ const madeOf = ({ lines, range, across = "step" }) => {
   ].filter(Boolean);
 };
 
-const legendOf = (spec, toggle) => {
+/** @param {Spec} spec @param {Set<string>} hidden */
+const legendOf = (spec, hidden, toggle) => {
   const at = el("span", { class: "legend-step" });
   const alone = spec.lines.filter(({ smooths }) => smooths === undefined).length === 1 && Boolean(spec.title);
   const near = (plot) => {
@@ -40,12 +42,11 @@ const legendOf = (spec, toggle) => {
   const bottoms = new Map(spec.lines.filter(({ downTo }) => downTo).map(({ downTo }) => [downTo, spec.lines.find(({ label }) => label === downTo)]));
   const entries = spec.lines.map((line, i) => {
     const value = el("span", { class: "legend-value" });
-    const swatch = el("span", { class: `swatch ${line.style}${line.over ? " dashed" : ""}` });
-    swatch.style.setProperty("--swatch", `var(--tone-${line.tone || TONES[i % TONES.length]})`);
+    const swatch = swatchOf(line.tone || TONES[i % TONES.length], `${line.style}${line.over ? " dashed" : ""}`);
     const side = spec.right ? el("span", { class: "legend-side" }, line.axis === "right" ? " (right)" : " (left)") : null;
     const button = el(
       "button",
-      { type: "button", class: "legend-entry", "aria-pressed": "true", title: `Show or hide ${line.label}`, onclick: () => toggle(i, button) },
+      { type: "button", class: "legend-entry", "aria-pressed": String(!hidden.has(line.label)), title: `Show or hide ${line.label}`, onclick: () => toggle(line, button) },
       swatch,
       el("span", { class: "legend-name" }, line.label),
       side,
@@ -59,9 +60,7 @@ const legendOf = (spec, toggle) => {
   const extra = madeOf(spec);
   if (spec.lines.some(({ odd }) => odd.length)) extra.push(el("span", { class: "legend-mark broken" }, "NaN or Inf"));
   for (const span of (spec.spans ?? []).filter(({ label }) => label)) {
-    const entry = el("span", { class: "legend-mark span" }, span.label);
-    entry.style.setProperty("--swatch", `var(--tone-${span.tone})`);
-    extra.push(entry);
+    extra.push(el("span", { class: "legend-mark span", style: { "--swatch": `var(--tone-${span.tone})` } }, span.label));
   }
   for (const mark of spec.marks) extra.push(el("span", { class: "legend-mark tick" }, `${mark.label} (${number(mark.steps.length)})`));
   if (hasFindings(spec)) extra.push(findingEntry());
@@ -98,6 +97,7 @@ const legendOf = (spec, toggle) => {
 };
 
 // The points to draw of a line: all where they have room, else those of a sample, and those without neighbours.
+/** @type {(plot: any, spec: Spec, line: Line) => number[] | null} */
 const pointsOf = (plot, spec, line) => {
   if (line.style === "edge" || line.style === "area" || line.smooths !== undefined) return null;
   const { min, max } = plot.scales.x;
@@ -109,6 +109,7 @@ const pointsOf = (plot, spec, line) => {
 };
 
 // Where a line is not drawn, in pixels from left to right: where uPlot sees a null, and in breaks and samples.
+/** @type {(plot: any, line: Line, nulls: number[][]) => number[][]} */
 const cutsOf = (plot, line, nulls) => {
   const { min, max } = plot.scales.x;
   const rise = line.style === "steps" ? 2 * devicePixelRatio : 0; // the way up or down to the value after a cut
@@ -122,53 +123,58 @@ const cutsOf = (plot, line, nulls) => {
   return merged;
 };
 
-const check = (name, checked, change) => {
-  const box = el("input", { type: "checkbox", checked, onchange: () => change(box.checked) });
-  return el("label", { class: "check" }, box, name);
-};
-
-// spec: { title, steps, lines, left, right, marks, spans, across, adjustable, overSteps, range, xAxis, xRange, says(idx) }
-const drawChart = (host, spec, height = 240) => {
-  const box = el("div", { class: "plot", style: { minHeight: `${height}px` } });
-  const finite = spec.lines.some((line) => line.values.some((value) => Number.isFinite(value) && (value > 0 || !spec[line.axis].log)));
+/**
+ * Draw a chart in `host`, or newer numbers into the one that is there, where they differ in nothing else. `state` holds what
+ * is drawn and what the reader did to it: lines that are hidden, a logarithmic axis, smoothing, values beyond the axis.
+ * @param {Element} host @param {Spec} spec @param {ChartState} state
+ */
+const drawChart = (host, spec, state, height = 240) => {
+  if (state.plot && isAlike(state.spec, spec)) return refill(state, spec);
+  const hidden = (state.hidden ??= new Set());
+  state.spec = spec;
+  state.plot?.destroy();
+  state.plot = null;
+  if (spec.adjustable) spec.left.log = state.log ??= spec.left.log;
+  spec.left.whole = state.whole ?? false;
+  const box = el("div", { class: "plot", style: { "min-height": `${height}px` } });
+  const finite = !spec.empty && spec.lines.some((line) => line.values.some((value) => Number.isFinite(value) && (value > 0 || !spec[line.axis].log)));
   const places = Object.fromEntries(spec.lines.map((line, i) => [line.label, i + 1]));
-  let plot = null;
-  let smooth = false;
-  const hidden = new Set();
-  const isShown = (line, i) => (line.smooths === undefined ? !hidden.has(i) : smooth && !hidden.has(line.smooths));
-  const showSeries = () => spec.lines.forEach((line, i) => plot?.setSeries(i + 1, { show: isShown(line, i) }));
-  const legend = legendOf(spec, (i, button) => {
-    const shown = button.getAttribute("aria-pressed") !== "true";
+  const isShown = (line) => (line.smooths === undefined ? !hidden.has(line.label) : Boolean(state.smooth) && !hidden.has(spec.lines[line.smooths].label));
+  const showSeries = () => spec.lines.forEach((line, i) => state.plot.setSeries(i + 1, { show: isShown(line) }));
+  const legend = legendOf(spec, hidden, (line, button) => {
+    const shown = hidden.has(line.label);
     button.setAttribute("aria-pressed", String(shown));
-    const { style, downTo } = spec.lines[i];
-    for (const at of style === "edge" && downTo ? [i, places[downTo] - 1] : [i]) shown ? hidden.delete(at) : hidden.add(at);
+    for (const label of line.style === "edge" && line.downTo ? [line.label, line.downTo] : [line.label]) shown ? hidden.delete(label) : hidden.add(label);
     showSeries();
   });
-  const redraw = () => plot.setData(plot.data, true);
+  state.legend = legend;
   const switches = [
-    spec.left.top ? check(`in full, up to ${number(Math.max(...beyond(spec).map(([, value]) => value)), 3)}`, false, (on) => {
-      spec.left.whole = on;
-      redraw();
+    spec.left.top ? check(`in full, up to ${number(Math.max(...beyond(spec).map(([, value]) => value)), 3)}`, spec.left.whole, (on) => {
+      spec.left.whole = state.whole = on;
+      state.plot.setData(state.plot.data, true);
     }) : null,
     spec.adjustable ? check("log", spec.left.log, (on) => {
-      spec.left.log = on;
+      spec.left.log = state.log = on;
       build();
     }) : null,
-    spec.adjustable ? check("smooth", false, (on) => {
-      smooth = on;
+    spec.adjustable ? check("smooth", state.smooth, (on) => {
+      state.smooth = on;
       showSeries();
-      plot.redraw(false);
+      state.plot.redraw(false);
     }) : null,
   ].filter(Boolean);
   const head = el("div", { class: "chart-head" }, spec.title ? el("figcaption", {}, spec.title) : null, legend.host, finite && switches.length ? el("div", { class: "switches" }, switches) : null);
-  host.append(el("figure", { class: "chart" }, head, box));
+  const figure = el("figure", { class: "chart" }, head, box);
+  if (state.figure?.parentNode === host) state.figure.replaceWith(figure);
+  else host.append(figure);
+  state.figure = figure;
   if (!finite) {
     box.style.minHeight = "";
-    box.append(el("p", { class: "empty" }, spec.left.log ? "No value here is finite and above zero." : "No value here is finite."));
-    return null;
+    box.append(el("p", { class: "empty" }, spec.empty || (spec.left.log ? "No value here is finite and above zero." : "No value here is finite.")));
+    return;
   }
   spec.lines.forEach((line, i) => {
-    line.colour = () => faded(tone(line.tone || TONES[i % TONES.length]), smooth && spec.adjustable && line.smooths === undefined ? 0.35 : 1);
+    line.colour = () => faded(tone(line.tone || TONES[i % TONES.length]), state.smooth && spec.adjustable && line.smooths === undefined ? 0.35 : 1);
   });
   const size = () => ({ width: Math.max(120, box.clientWidth), height: Math.max(height, box.clientHeight) });
   const ownRange = () => (spec.steps.length > 1 ? [spec.steps[0], spec.steps.at(-1)] : [spec.steps[0] - 0.5, spec.steps[0] + 0.5]);
@@ -176,7 +182,7 @@ const drawChart = (host, spec, height = 240) => {
     ...size(),
     padding: [12, spec.right ? 4 : 24, 0, 0],
     scales: {
-      x: { time: false, range: spec.xRange ?? (spec.overSteps ? () => [...view.range] : ownRange) },
+      x: { time: false, range: () => spec.xRange?.() ?? (spec.overSteps ? [...view.range] : ownRange()) },
       left: { distr: spec.left.log ? 3 : 1, log: spec.left.base ?? 10, range: axisRange(spec.left) },
       ...(spec.right ? { right: { distr: spec.right.log ? 3 : 1, log: spec.right.base ?? 10, range: axisRange(spec.right) } } : {}),
     },
@@ -190,7 +196,7 @@ const drawChart = (host, spec, height = 240) => {
       ...spec.lines.map((line, i) => ({
         scale: line.axis,
         label: line.label,
-        show: isShown(line, i),
+        show: isShown(line),
         stroke: line.style === "edge" ? () => "transparent" : line.colour,
         width: line.style === "edge" ? 0 : line.smooths === undefined ? 1.5 : 2,
         dash: DASH[line.style] ?? OVER[Math.min(line.over ?? 0, 2)],
@@ -230,31 +236,53 @@ const drawChart = (host, spec, height = 240) => {
     },
   });
   const build = () => {
-    plot?.destroy();
-    plot = new uPlot(options(), dataOf(spec), box);
-    box.plot = plot;
-    box.legend = legend;
+    state.plot?.destroy();
+    state.plot = new uPlot(options(), dataOf(spec), box);
+    Object.assign(box, { plot: state.plot });
   };
   build();
-  legend.reserve(plot);
+  legend.reserve(state.plot);
   new ResizeObserver(() => {
     const next = size();
+    const { plot } = state;
+    if (!box.isConnected) return;
     if (next.width !== plot.width) legend.reserve(plot);
     if (next.width !== plot.width || next.height !== plot.height) plot.setSize(next);
   }).observe(box);
-  if (spec.overSteps) {
-    view.on("range", () => {
-      plot.setScale("x", { min: view.range[0], max: view.range[1] });
-      legend.show(plot);
-    }, box);
-    view.on("focus findings", () => plot.redraw(false), box);
-    view.on("cursor", () => {
-      if (view.pointer === plot) return;
-      const within = view.cursor !== null && view.cursor >= view.range[0] && view.cursor <= view.range[1];
-      plot.setCursor({ left: within ? plot.valToPos(view.cursor, "x") : -10, top: within ? 0 : -10 }, false);
-      legend.show(plot);
-    }, box);
-  }
-  view.on("theme", () => plot.redraw(false), box);
-  return plot;
+  view.on("theme", () => state.plot.redraw(false), box);
+  if (!spec.overSteps) return;
+  view.on("range", () => {
+    state.plot.setScale("x", { min: view.range[0], max: view.range[1] });
+    legend.show(state.plot);
+  }, box);
+  view.on("focus findings", () => state.plot.redraw(false), box);
+  view.on("cursor", () => {
+    const { plot } = state;
+    if (view.pointer === plot) return;
+    const within = view.cursor !== null && view.cursor >= view.range[0] && view.cursor <= view.range[1];
+    plot.setCursor({ left: within ? plot.valToPos(view.cursor, "x") : -10, top: within ? 0 : -10 }, false);
+    legend.show(plot);
+  }, box);
+};
+
+// Whether a chart can take newer numbers as it stands: the same lines, axes and words around them.
+/** @type {(old: Spec, next: Spec) => boolean} */
+const isAlike = (old, next) => {
+  /** @param {Spec} spec */
+  const frame = ({ title, lines, left, right, marks, spans = [], across, range, adjustable, empty }) =>
+    JSON.stringify([
+      title, across, left?.label, adjustable || left?.log, right?.label, right?.log, range, left?.top === null, empty,
+      lines.map(({ label, axis, style, tone, over, odd, every }) => [label, axis, style, tone, over, odd.length > 0, every]),
+      marks.map(({ label, steps: at }) => [label, at.length]), spans.filter(({ label }) => label),
+    ]);
+  return frame(old) === frame(next);
+};
+
+/** @param {ChartState} state @param {Spec} next */
+const refill = ({ spec, plot, legend }, { lines, left: { log: _, ...left }, ...next }) => {
+  lines.forEach((line, i) => Object.assign(spec.lines[i], line));
+  Object.assign(spec, next);
+  Object.assign(spec.left, left);
+  plot.setData(dataOf(spec), true);
+  legend.show(plot);
 };

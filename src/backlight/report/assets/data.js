@@ -2,18 +2,19 @@
 
 const ARRAYS = { f8: Float64Array, f4: Float32Array, i4: Int32Array, u2: Uint16Array, u1: Uint8Array };
 
+/** @type {WeakMap<object, Promise<any>>} */
 const unpacked = new WeakMap();
 
 const bytesOf = (text) => {
-  if (Uint8Array.fromBase64) return Uint8Array.fromBase64(text);
+  if ("fromBase64" in Uint8Array) return /** @type {any} */ (Uint8Array).fromBase64(text);
   const raw = atob(text);
   const bytes = new Uint8Array(raw.length);
   for (let i = 0; i < raw.length; i += 1) bytes[i] = raw.charCodeAt(i);
   return bytes;
 };
 
-const inflate = async (bytes) => {
-  const stream = new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"));
+const inflate = async (text) => {
+  const stream = new Blob([bytesOf(text)]).stream().pipeThrough(new DecompressionStream("deflate"));
   return new Uint8Array(await new Response(stream).arrayBuffer());
 };
 
@@ -41,18 +42,22 @@ const dequantise = (codes, { scale, low, step }) => {
 
 const unpackNow = async (node) => {
   const kind = ARRAYS[node.type];
-  const plain = ungroup(await inflate(bytesOf(node.data)), kind.BYTES_PER_ELEMENT);
+  const plain = ungroup(await inflate(node.data), kind.BYTES_PER_ELEMENT);
   const values = new kind(plain.buffer, plain.byteOffset, plain.byteLength / kind.BYTES_PER_ELEMENT);
   return node.scale ? dequantise(values, node) : values;
 };
 
 // Resolve to a typed array; the same promise for the same node, so that nothing is inflated twice.
-const unpack = (node) => {
+const unpack = async (node) => {
+  if (ArrayBuffer.isView(node)) return node;
   if (!unpacked.has(node)) unpacked.set(node, unpackNow(node));
   return unpacked.get(node);
 };
 
-const unpackAll = async (nodes) =>
-  Object.fromEntries(
-    await Promise.all(Object.entries(nodes).map(async ([name, node]) => [name, await unpack(node)])),
-  );
+// The data of a panel with its arrays unpacked, except large ones of reduced precision: they are unpacked when they are shown.
+const unpackAll = async (data) => {
+  if (data === null || typeof data !== "object") return data;
+  if (data.type in ARRAYS && typeof data.data === "string") return data.scale ? data : unpack(data);
+  if (Array.isArray(data)) return Promise.all(data.map(unpackAll));
+  return Object.fromEntries(await Promise.all(Object.entries(data).map(async ([name, value]) => [name, await unpackAll(value)])));
+};

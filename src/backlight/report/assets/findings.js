@@ -9,6 +9,7 @@ const OFTEN = 3; // findings of one rule that are shown before the rest is folde
 const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
 // To the panel that shows a piece of evidence: its parameter chosen, its step in the middle.
+/** @param {Place} place */
 const goTo = (place) => {
   const section = document.getElementById(`panel-${place.panel}`);
   if (!section) return;
@@ -35,21 +36,21 @@ const goTo = (place) => {
   requestAnimationFrame(() => section.classList.add("reached"));
 };
 
-const jump = (place, text, kind) =>
-  place
-    ? el("a", { href: `#panel-${place.panel}`, class: kind, onclick: (event) => (event.preventDefault(), goTo(place)) }, text)
-    : el("span", { class: kind }, text);
-
-// What stands between backticks is code; an unpaired backtick, as of a hostile name, leaves the text as it is.
-const prose = (text) => {
-  const parts = text.split("`");
-  return parts.length % 2 ? parts.map((part, i) => (i % 2 ? el("code", {}, part) : part)) : text;
+/** @type {(place: Place | null, text: any, kind: string) => HTMLElement} */
+const jump = (place, text, kind) => {
+  if (!place) return el("span", { class: kind }, text);
+  const follow = (event) => {
+    event.preventDefault();
+    goTo(place);
+  };
+  return el("a", { href: `#panel-${place.panel}`, class: kind, onclick: follow }, text);
 };
 
 // Advice as paragraphs; code that a colon announces stands in a line of its own.
 const advice = (text) => {
   const parts = text.split("`");
   if (parts.length % 2 === 0) return el("p", {}, text);
+  /** @type {HTMLElement[]} */
   const blocks = [el("p", {})];
   parts.forEach((part, i) => {
     const announced = i % 2 && /:\s*$/.test(parts[i - 1]);
@@ -59,60 +60,50 @@ const advice = (text) => {
   return blocks.filter(({ childNodes }) => childNodes.length);
 };
 
-const renewals = new WeakMap(); // of cards with a sparkline: what draws newer numbers into it
-
-const svg = (tag, attributes, ...children) => {
-  const node = document.createElementNS("http://www.w3.org/2000/svg", tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
-};
-
 // The series of the evidence as a line without axes, with a mark at its step.
 const [SPARK_WIDTH, SPARK_HEIGHT] = [160, 40];
 
-const sparkline = () => {
-  const path = svg("path", { class: "spark-line" });
-  const mark = svg("line", { class: "spark-mark", y1: 0, y2: SPARK_HEIGHT });
-  const node = svg("svg", { class: "spark", role: "img", viewBox: `-2 -2 ${SPARK_WIDTH + 4} ${SPARK_HEIGHT + 4}`, preserveAspectRatio: "none" }, mark, path);
-  const fill = ({ path: name, steps, values, cuts, sampled, log, step }) => {
-    const heights = values.map((value) => (value === null || (log && value <= 0) ? null : log ? Math.log(value) : value));
-    const known = heights.filter((value) => value !== null);
-    const [low, high] = [Math.min(...known), Math.max(...known)];
-    const [first, last] = [steps[0], steps.at(-1)];
-    const x = (at) => ((at - first) / (last - first)) * SPARK_WIDTH;
-    const y = (value) => SPARK_HEIGHT * (high === low ? 0.5 : 1 - (value - low) / (high - low));
-    let drawn = "";
-    heights.forEach((value, i) => {
-      if (value === null) return;
-      const joined = drawn && heights[i - 1] !== null && !cuts.includes(i);
-      drawn += `${joined ? "L" : "M"}${x(steps[i]).toFixed(1)} ${y(value).toFixed(1)}${joined ? "" : "h0"}`; // a point is a dot
-    });
-    path.setAttribute("d", drawn);
-    path.classList.toggle("sampled", sampled);
-    const inside = step !== null && step >= first && step <= last;
-    for (const end of ["x1", "x2"]) mark.setAttribute(end, inside ? x(step) : -9);
-    node.setAttribute("aria-label", `${name}, ${between(first, last)}${inside ? `; marked: step ${number(step)}` : ""}`);
-  };
-  return { node, fill };
-};
-
-// The documentation of a rule, written when it is opened.
-const rulePage = (rule) => {
-  const fold = el("details", { class: "page", ontoggle: () => fold.childElementCount === 1 && fold.append(...report.pages[rule].map(block)) }, el("summary", {}, "More about such findings"));
-  return fold;
+/** @param {SparklineData} line */
+const sparkline = ({ path, steps, values, cuts, sampled, log, step }) => {
+  const heights = values.map((value) => (value === null || (log && value <= 0) ? null : log ? Math.log(value) : value));
+  const drawable = heights.filter((value) => value !== null);
+  const [low, high] = [Math.min(...drawable), Math.max(...drawable)];
+  const [first, last] = [steps[0], steps.at(-1)];
+  const x = (at) => ((at - first) / (last - first)) * SPARK_WIDTH;
+  const y = (value) => SPARK_HEIGHT * (high === low ? 0.5 : 1 - (value - low) / (high - low));
+  let way = "";
+  heights.forEach((value, i) => {
+    if (value === null) return;
+    const joined = way && heights[i - 1] !== null && !cuts.includes(i);
+    way += `${joined ? "L" : "M"}${x(steps[i]).toFixed(1)} ${y(value).toFixed(1)}${joined ? "" : "h0"}`; // a point is a dot
+  });
+  const inside = step !== null && step >= first && step <= last;
+  const at = inside ? x(step) : -9;
+  return svg(
+    "svg",
+    {
+      class: "spark", role: "img", viewBox: `-2 -2 ${SPARK_WIDTH + 4} ${SPARK_HEIGHT + 4}`, preserveAspectRatio: "none",
+      "aria-label": `${path}, ${between(first, last)}${inside ? `; marked: step ${number(step)}` : ""}`,
+    },
+    svg("line", { class: "spark-mark", x1: at, x2: at, y1: 0, y2: SPARK_HEIGHT }),
+    svg("path", { class: `spark-line${sampled ? " sampled" : ""}`, d: way }),
+  );
 };
 
 const BLOCKS = { heading: "h4", paragraph: "p", item: "p", cell: "p" };
 
-const block = ([kind, text]) => el(BLOCKS[kind], { class: kind }, prose(text));
+// The documentation of a rule.
+const rulePage = (rule) =>
+  el("details", { class: "page", data: { key: "page" } }, el("summary", {}, "More about such findings"), report.pages[rule].map(([kind, text]) => el(BLOCKS[kind], { class: kind }, prose(text))));
 
+/** @type {(finding: Finding) => Place | null} */
 const bestPlace = ({ evidence }) => evidence.find(({ place }) => place)?.place ?? null;
 
-// A finding; the one that the headline names is a part of the verdict and has its title there.
+/**
+ * A finding; the one that the headline names is a part of the verdict and has its title there.
+ * @param {Finding} finding
+ */
 const findingCard = (finding, isLead = false) => {
-  const line = finding.line ? sparkline() : null;
-  line?.fill(finding.line);
   const evidence = finding.evidence.map(({ path, label, step, value, place }) =>
     el(
       "li",
@@ -122,18 +113,20 @@ const findingCard = (finding, isLead = false) => {
       value ? el("span", { class: "value" }, value) : null,
     ),
   );
-  const card = el(
+  const subject = `${isLead} ${finding.rule} ${finding.where.map(({ value }) => value)}`;
+  if (!view.fresh.has(subject)) view.fresh.set(subject, view.started);
+  return el(
     "article",
-    { class: `finding ${finding.severity}${isLead ? " lead" : ""}` },
+    { class: `finding ${finding.severity}${isLead ? " lead" : ""}${view.fresh.get(subject) ? " fresh" : ""}`, data: { key: subject } },
     isLead ? null : el("header", {}, glyph(finding.severity), el("span", { class: "severity" }, WORDS[finding.severity])),
     isLead ? null : el("h3", {}, jump(bestPlace(finding), prose(finding.title), "title")),
-    line?.node,
+    finding.line ? sparkline(finding.line) : null,
     el("p", { class: "what" }, prose(finding.detail)),
     el("div", { class: "fix" }, el("h4", {}, "Fix"), advice(finding.fix)),
     el("p", { class: "where" }, finding.where.map(({ label, value }) => el("span", {}, el("i", {}, label), " ", el("b", {}, value)))),
     el(
       "details",
-      {},
+      { data: { key: "evidence" } },
       el("summary", {}, "Evidence, and what would refute it"),
       el(
         "dl",
@@ -144,28 +137,29 @@ const findingCard = (finding, isLead = false) => {
         finding.overridden.length ? [el("dt", {}, "Thresholds changed"), el("dd", {}, finding.overridden.map((text) => el("code", {}, text)))] : null,
       ),
     ),
+    report.pages[finding.rule]?.length ? rulePage(finding.rule) : null,
   );
-  if (report.pages[finding.rule]?.length) card.append(rulePage(finding.rule));
-  if (line) renewals.set(card, line.fill);
-  return card;
 };
 
-// Cards by severity and rule, the worst first; of many of one rule most are folded until asked for.
-const findingGroups = (findings, cardOf, isOpen = () => false, opened = () => {}) => {
+/**
+ * Cards by severity and rule, the worst first; of many of one rule most are folded until asked for.
+ * @param {Finding[]} findings
+ */
+const findingGroups = (findings) => {
+  /** @type {Map<string, Finding[]>} */
   const rules = new Map();
   for (const finding of findings) {
     const key = `${finding.severity} ${finding.rule}`;
     rules.set(key, [...(rules.get(key) ?? []), finding]);
   }
   return [...rules].map(([key, alike]) => {
-    const rest = alike.length > OFTEN + 1 && !isOpen(key) ? alike.slice(OFTEN) : [];
-    const box = el("div", { class: "alike" }, alike.slice(0, alike.length - rest.length).map(cardOf));
-    const more = () => {
-      opened(key);
-      button.replaceWith(...rest.map(cardOf));
+    const cards = (some) => some.map((finding) => findingCard(finding));
+    const rest = alike.length > OFTEN + 1 && !view.unfolded.has(key) ? alike.slice(OFTEN) : [];
+    const more = (event) => {
+      view.unfolded.add(key);
+      event.currentTarget.replaceWith(...cards(rest));
     };
     const button = el("button", { type: "button", class: "quiet", onclick: more }, `Show ${number(rest.length)} more like ${rest.length > 1 ? "these" : "this"}`);
-    if (rest.length) box.append(button);
-    return box;
+    return el("div", { class: "alike", data: { key } }, cards(alike.slice(0, alike.length - rest.length)), rest.length ? button : null);
   });
 };

@@ -1,5 +1,5 @@
 // A heat map on a canvas: ranges of steps across, rows down. It draws codes of the palette and knows nothing
-// of what they mean; `describe` and `label` give it words, `code` the colour of a cell.
+// of what they mean; its options (types.d.ts) give it words and the colour of a cell.
 
 const AXIS = 40;
 const TOP = 6;
@@ -16,17 +16,22 @@ const reachOf = (first, last) => {
 };
 
 class Grid {
-  // options: first, last, rows() -> row numbers, code(row, bucket), merge(a, b), label(row), group(row) -> parts,
-  // block(row) -> the beginning of its label that its neighbours share,
-  // describe(row, bucket) -> {title, rows: [[label, value]...]}, marked() -> rows to point out, pick(row, bucket), zoomRows(rows), height(rows),
-  // name, gutter, lines() -> [{place, label}]
-  constructor(host, options) {
-    Object.assign(this, options);
+  /** @type {{ x: number, y: number, toX: number, toY: number, moved: boolean, tall: boolean } | null} */
+  drag = null;
+
+  /** @type {{ row: number, bucket: number, step?: number } | null} */
+  cursor = null;
+
+  /** @type {number[]} */
+  shown = [];
+
+  /** @param {HTMLElement} host @param {ArrayLike<number>} first @param {ArrayLike<number>} last @param {GridOptions} options */
+  constructor(host, first, last, options) {
+    this.options = options;
     this.host = host;
-    this.cut(this.first, this.last);
-    this.drag = null;
+    this.cut(first, last);
     this.map = el("canvas", { class: "grid-map" });
-    this.over = el("canvas", { class: "grid-over", tabindex: "0", role: "img", "aria-label": this.name });
+    this.over = el("canvas", { class: "grid-over", tabindex: "0", role: "img", "aria-label": options.name });
     this.tip = el("div", { class: "tip", role: "status", hidden: true });
     host.append(el("div", { class: "grid" }, this.map, this.over), this.tip);
     this.listen();
@@ -36,7 +41,10 @@ class Grid {
   }
 
   cut(first, last) {
-    Object.assign(this, { first, last, reach: reachOf(first, last), cursor: null });
+    this.first = first;
+    this.last = last;
+    this.reach = reachOf(first, last);
+    this.cursor = null;
   }
 
   // Whether columns of pixels are left without a range: they are hatched as cells without a value are.
@@ -46,10 +54,10 @@ class Grid {
 
   layout() {
     const width = this.host.clientWidth;
-    this.shown = this.rows();
-    this.left = this.gutter ?? Math.round(width < 560 ? Math.min(112, width * 0.3) : Math.min(260, width * 0.28));
+    this.shown = this.options.rows();
+    this.left = this.options.gutter ?? Math.round(width < 560 ? Math.min(112, width * 0.3) : Math.min(260, width * 0.28));
     this.wide = Math.max(10, width - this.left - RIGHT);
-    this.high = this.height(this.shown.length);
+    this.high = this.options.height(this.shown.length);
     this.ratio = Math.max(1, Math.min(3, devicePixelRatio));
     for (const canvas of [this.map, this.over]) {
       canvas.width = Math.round(width * this.ratio);
@@ -146,7 +154,7 @@ class Grid {
       for (let place = low; place < high; place += 1) {
         const row = this.shown[place];
         for (let bucket = columns[2 * x]; bucket < columns[2 * x + 1]; bucket += 1) {
-          code = this.merge(code, this.code(row, bucket));
+          code = this.options.merge(code, this.options.code(row, bucket));
         }
       }
       codes[x] = code;
@@ -187,8 +195,8 @@ class Grid {
     context.fillStyle = css("ink-soft");
     const within = (room) => (text) => context.measureText(text).width <= room;
     const fits = within(this.left - 16);
-    const narrow = this.host.clientWidth < 560 && !this.gutter;
-    const blocks = this.block ? this.blocks() : [];
+    const narrow = this.host.clientWidth < 560 && !this.options.gutter;
+    const blocks = this.options.block ? this.blocks() : [];
     this.separate(context, blocks);
     if (each >= 12 && !narrow) {
       this.blockLabels(context, blocks, within);
@@ -212,13 +220,13 @@ class Grid {
 
   // Neighbours in one block of the model; `inside` is where the rest of a row's name begins, 0 where a row is alone.
   blocks() {
-    const found = [];
+    const blocks = [];
     this.shown.forEach((row, place) => {
-      const text = this.block(row);
-      if (found.at(-1)?.text === text) Object.assign(found.at(-1), { to: place + 1, inside: text.length + 1 });
-      else found.push({ from: place, to: place + 1, text, inside: 0 });
+      const text = this.options.block(row);
+      if (blocks.at(-1)?.text === text) Object.assign(blocks.at(-1), { to: place + 1, inside: text.length + 1 });
+      else blocks.push({ from: place, to: place + 1, text, inside: 0 });
     });
-    return found;
+    return blocks;
   }
 
   // A gap between blocks, where they are high enough to be seen apart.
@@ -239,7 +247,7 @@ class Grid {
     for (const { from, to, text, inside } of blocks.length ? blocks : [{ from: 0, to: this.shown.length, inside: 0 }]) {
       const room = within(this.left - 14 - (inside ? column : 0));
       for (let place = from; place < to; place += 1) {
-        context.fillText(shortened(this.label(this.shown[place]).slice(inside), room), this.left - 8, this.y(place + 0.5));
+        context.fillText(shortened(this.options.label(this.shown[place]).slice(inside), room), this.left - 8, this.y(place + 0.5));
       }
       if (!inside) continue;
       const [begin, end] = [this.y(from) + 2, this.y(to) - 2];
@@ -252,30 +260,30 @@ class Grid {
 
   // Neighbours with the same beginning, as deep as the labels still have room.
   groups(deepest) {
-    const parts = this.shown.map((row) => this.group(row));
+    const parts = this.shown.map((row) => this.options.group(row));
     const most = Math.max(1, Math.floor(this.high / 14));
     let best = null;
     for (let depth = 1; depth <= deepest; depth += 1) {
-      const found = [];
+      const groups = [];
       parts.forEach((names, place) => {
         const text = names.slice(0, depth).join(".");
-        if (found.length && found.at(-1).text === text) found.at(-1).to = place + 1;
-        else found.push({ from: place, to: place + 1, text });
+        if (groups.at(-1)?.text === text) groups.at(-1).to = place + 1;
+        else groups.push({ from: place, to: place + 1, text });
       });
-      if (best && best.length > 3 && found.length > most) break;
-      best = found; // where even these have no room, labels that would overlap are left out
+      if (best && best.length > 3 && groups.length > most) break;
+      best = groups; // where even these have no room, labels that would overlap are left out
     }
     return best ?? [];
   }
 
   drawOver() {
-    if (!this.shown) return;
+    if (!this.host.clientWidth) return;
     const context = this.over.getContext("2d");
     context.setTransform(this.ratio, 0, 0, this.ratio, 0, 0);
     context.clearRect(0, 0, this.over.width, this.over.height);
     const bottom = TOP + this.high;
     const right = this.left + this.wide;
-    for (const { place, label } of this.lines?.() ?? []) {
+    for (const { place, label } of this.options.lines?.() ?? []) {
       const y = Math.round(this.y(place)) + 0.5;
       context.strokeStyle = css("over");
       context.setLineDash([5, 4]);
@@ -294,14 +302,14 @@ class Grid {
       context.fillText(label, right - width, y - 9);
     }
     context.fillStyle = css("accent");
-    for (const row of this.marked?.() ?? []) {
+    for (const row of this.options.marked?.() ?? []) {
       const place = this.shown.indexOf(row);
       if (place >= 0) context.fillRect(this.left - 7, this.y(place), 5, Math.max(1.5, this.y(place + 1) - this.y(place) - 0.5));
     }
     for (const [step, { severity }] of findingsAt()) {
       if (step >= view.range[0] && step <= view.range[1]) marker(context, this.x(step + 0.5), bottom + 5, 4, severity);
     }
-    this.frame(context, this.chosen ? this.chosen() : view.row, css("accent"));
+    this.frame(context, this.options.chosen ? this.options.chosen() : view.row, css("accent"));
     this.upright(context, view.focus, css("accent"));
     if (this.cursor) {
       this.frame(context, this.cursor.row, css("ink"));
@@ -358,7 +366,7 @@ class Grid {
     const place = Math.floor(((y - TOP) / this.high) * this.shown.length);
     const step = this.stepAt(x);
     const span = (view.range[1] + 1 - view.range[0]) / this.wide;
-    let bucket = this.bucketAt(step);
+    const bucket = this.bucketAt(step);
     // Where several ranges share a pixel, or none covers it, the nearest one that begins in it is meant.
     if (bucket >= this.first.length || this.first[bucket] > step + span) return { row: this.shown[place], bucket: null, step };
     return { row: this.shown[place], bucket, step };
@@ -373,7 +381,7 @@ class Grid {
     canvas.addEventListener("pointerdown", (event) => {
       const [x, y] = spot(event);
       if (event.button !== 0 || !this.at(x, y)) return;
-      this.drag = { x, y, toX: x, toY: y, moved: false };
+      this.drag = { x, y, toX: x, toY: y, moved: false, tall: false };
       canvas.setPointerCapture(event.pointerId);
     });
     canvas.addEventListener("pointermove", (event) => {
@@ -382,7 +390,7 @@ class Grid {
         this.drag.toX = Math.min(Math.max(x, this.left), this.left + this.wide);
         this.drag.toY = Math.min(Math.max(y, TOP), TOP + this.high);
         const [dx, dy] = [Math.abs(this.drag.toX - this.drag.x), Math.abs(this.drag.toY - this.drag.y)];
-        this.drag.tall = Boolean(this.zoomRows) && dy > 12;
+        this.drag.tall = Boolean(this.options.zoomRows) && dy > 12;
         this.drag.moved ||= dx > 5 || this.drag.tall;
       }
       this.point(this.at(x, y), event.clientX, event.clientY);
@@ -394,7 +402,7 @@ class Grid {
       if (drag.moved) this.select(drag);
       else {
         const cell = this.at(...spot(event));
-        if (cell) this.pick?.(cell.row, cell.bucket);
+        if (cell) this.options.pick?.(cell.row, cell.bucket);
       }
       this.drawOver();
     });
@@ -402,7 +410,7 @@ class Grid {
     canvas.addEventListener("pointerleave", () => this.point(null));
     canvas.addEventListener("blur", () => this.point(null));
     canvas.addEventListener("dblclick", () => {
-      this.zoomRows?.(null);
+      this.options.zoomRows?.(null);
       view.reset();
     });
     canvas.addEventListener("keydown", (event) => this.key(event));
@@ -415,18 +423,18 @@ class Grid {
     }
     if (!tall) return;
     const [low, high] = [y, toY].sort((a, b) => a - b).map((at) => ((at - TOP) / this.high) * this.shown.length);
-    this.zoomRows(this.shown.slice(Math.floor(low), Math.max(Math.floor(low) + 1, Math.ceil(high))));
+    this.options.zoomRows(this.shown.slice(Math.floor(low), Math.max(Math.floor(low) + 1, Math.ceil(high))));
   }
 
   key(event) {
     const moves = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] };
     if (event.key === "Escape") {
-      this.zoomRows?.(null);
+      this.options.zoomRows?.(null);
       view.reset();
       return;
     }
     if (event.key === "Enter" && this.cursor) {
-      this.pick?.(this.cursor.row, this.cursor.bucket);
+      this.options.pick?.(this.cursor.row, this.cursor.bucket);
       return;
     }
     if (["+", "=", "-"].includes(event.key)) {
@@ -454,11 +462,8 @@ class Grid {
     view.point(cell ? Math.floor(cell.step ?? this.first[cell.bucket]) : null, this);
     this.tip.hidden = !cell || Boolean(this.drag?.moved);
     if (cell) {
-      const tip = cell.bucket === null ? { title: this.label(cell.row), rows: [["step " + number(Math.floor(cell.step)), "nothing recorded"]] } : this.describe(cell.row, cell.bucket);
-      this.tip.replaceChildren(
-        el("strong", {}, tip.title),
-        el("dl", {}, tip.rows.map(([label, value]) => [el("dt", {}, label), el("dd", {}, value)])),
-      );
+      const tip = cell.bucket === null ? { title: this.options.label(cell.row), rows: [[`step ${number(Math.floor(cell.step))}`, "nothing recorded"]] } : this.options.describe(cell.row, cell.bucket);
+      fill(this.tip, el("strong", {}, tip.title), el("dl", {}, pairList(tip.rows)));
       placeTip(this.tip, x, y);
     }
     this.drawOver();

@@ -2,9 +2,10 @@
 
 // Steps that findings name, each with the worst finding there: findings come worst first.
 const findingsAt = () => {
-  const found = new Map();
-  for (const finding of report.findings) if (finding.step !== null && !found.has(finding.step)) found.set(finding.step, finding);
-  return found;
+  /** @type {Map<number, Finding>} */
+  const worst = new Map();
+  for (const finding of report.findings) if (finding.step !== null && !worst.has(finding.step)) worst.set(finding.step, finding);
+  return worst;
 };
 
 const hasFindings = ({ overSteps, across = "step" }) => overSteps && across === "step";
@@ -20,6 +21,7 @@ const marker = (context, x, bottom, size, severity) => {
 };
 
 // What lines cannot show: a restart, the step in focus, findings, values that are not finite, marked steps.
+/** @type {(plot: any, spec: Spec) => void} */
 const annotate = (plot, spec) => {
   const { ctx, bbox } = plot;
   const ratio = devicePixelRatio;
@@ -94,6 +96,7 @@ const annotate = (plot, spec) => {
 };
 
 // A sample as dots from one recorded step to the next; where they are dense they look like a line.
+/** @type {(plot: any, spec: Spec, line: Line, values: (number | null)[]) => void} */
 const drawSamples = (plot, spec, line, values) => {
   const { ctx, bbox } = plot;
   const { min, max } = plot.scales.x;
@@ -133,6 +136,7 @@ const drawSamples = (plot, spec, line, values) => {
 };
 
 // Bands and areas at a step apart from others: a bar, since nothing is known of what is between.
+/** @type {(plot: any, spec: Spec, line: Line, values: (number | null)[], below: (number | null)[]) => void} */
 const drawBars = (plot, spec, line, values, below) => {
   const ratio = devicePixelRatio;
   const floor = plot.bbox.top + plot.bbox.height;
@@ -147,6 +151,7 @@ const drawBars = (plot, spec, line, values, below) => {
 };
 
 // Values beyond the end of the axis: a wedge at each step that points to them, and the largest in words.
+/** @type {(plot: any, spec: Spec) => void} */
 const drawBeyond = (plot, spec) => {
   const { ctx, bbox } = plot;
   const ratio = devicePixelRatio;
@@ -177,13 +182,14 @@ const drawBeyond = (plot, spec) => {
 };
 
 // Steps whose values are beyond the end of the axis, each with its largest.
+/** @type {(spec: Spec) => [number, number][]} */
 const beyond = ({ left, lines, steps }) => {
-  const found = new Map();
+  const largest = new Map();
   for (const line of left.top ? lines : []) {
     if (line.axis !== "left") continue;
     line.values.forEach((value, place) => {
-      if (value > left.top) found.set(steps[place], Math.max(value, found.get(steps[place]) ?? 0));
+      if (value > left.top) largest.set(steps[place], Math.max(value, largest.get(steps[place]) ?? 0));
     });
   }
-  return [...found];
+  return [...largest];
 };

@@ -2,10 +2,13 @@
 
 const TONES = ["first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth"];
 
+const swatchOf = (colour, kind) => el("span", { class: `swatch ${kind}`, style: { "--swatch": `var(--tone-${colour})` } });
+
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
 const tone = (name) => css(`tone-${name}`) || css("tone-first");
 
+/** @type {(text: string) => number[]} */
 const rgb = (text) => {
   const value = Number.parseInt(text.slice(1), 16);
   return [(value >> 16) & 255, (value >> 8) & 255, value & 255];
@@ -24,6 +27,7 @@ const STEPS = 256 - RAMP;
 
 const little = new Uint8Array(new Uint32Array([1]).buffer)[0] === 1;
 
+/** @param {number[]} colour */
 const pixel = ([red, green, blue]) =>
   (little ? (255 << 24) | (blue << 16) | (green << 8) | red : (red << 24) | (green << 16) | (blue << 8) | 255) >>> 0;
 
@@ -58,7 +62,7 @@ const followTheme = () => {
   }
   const apply = () => {
     document.documentElement.dataset.theme = (chosen ?? (system.matches ? "dark" : "light")) === "dark" ? "dark" : "light";
-    view.tell("theme");
+    view.notify("theme");
   };
   system.addEventListener("change", apply);
   apply();
@@ -74,6 +78,7 @@ const followTheme = () => {
 };
 
 // The colours from small to large with their values, and the cells that are no value.
+/** @type {(host: Element, range: ColourRange | null, has: (code: number) => boolean, title?: string) => void} */
 const legendBar = (host, range, has, title = "") => {
   const chips = [];
   if (has(UNMEASURED)) chips.push(el("span", { class: "cell void" }, "not measured"));
@@ -89,6 +94,7 @@ const legendBar = (host, range, has, title = "") => {
     context.fillStyle = `rgb(${rampColour(i / 255).join(",")})`;
     context.fillRect(i, 0, 1, 1);
   }
+  /** @type {[number, string][]} */
   const ticks = [];
   if (range.log) {
     const [from, to] = [Math.log10(range.low), Math.log10(range.high)];
@@ -98,8 +104,8 @@ const legendBar = (host, range, has, title = "") => {
   } else for (const share of [0, 0.25, 0.5, 0.75, 1]) ticks.push([share, `${100 * share} %`]);
   const [below, above] = range.clamped;
   const marks = ticks.map(([share, text]) => {
-    const said = share < 0.001 && below ? `≤ ${text}` : share > 0.999 && above ? `≥ ${text}` : text;
-    return el("span", { style: { left: `${100 * share}%` } }, said);
+    const label = share < 0.001 && below ? `≤ ${text}` : share > 0.999 && above ? `≥ ${text}` : text;
+    return el("span", { style: { left: `${100 * share}%` } }, label);
   });
   return host.replaceChildren(
     title ? el("span", { class: "ramp-title" }, title) : "",

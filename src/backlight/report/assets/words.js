@@ -1,19 +1,4 @@
-// Elements and words. Text reaches the page through text nodes only: no name in a run can become markup.
-
-const el = (tag, attributes = {}, ...children) => {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) {
-    if (value === null || value === undefined || value === false) continue;
-    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "data") Object.assign(node.dataset, value);
-    else if (name === "style") Object.assign(node.style, value);
-    else if (name === "class") node.className = value;
-    else if (name === "value" || name === "checked") node[name] = value;
-    else node.setAttribute(name, value === true ? "" : value);
-  }
-  node.append(...children.flat(3).filter((child) => child !== null && child !== undefined));
-  return node;
-};
+// Numbers and names in words.
 
 const grouped = (text) => text.replace(/\B(?=(\d{3})+(?!\d))/g, ",");
 
@@ -65,23 +50,4 @@ const shortened = (text, fits) => {
     else high = middle - 1;
   }
   return cut(low);
-};
-
-// A dotted name that may break after its dots, and only there.
-const breakable = (name) => name.split(/(?<=[._])/).flatMap((part) => [part, el("wbr")]);
-
-// Rows of cells under heads, each text or an element; `figures` are the columns of numbers. A long one scrolls.
-const table = ({ name, heads = [], figures = [], rows, fit = false }) => {
-  const kind = (i) => (figures.includes(i) ? "figure" : i > 0 && i === heads.length - 1 ? "words" : "");
-  const cell = (content, i) => el(i === 0 ? "th" : "td", { scope: i === 0 ? "row" : null, class: kind(i) }, typeof content === "string" ? prose(content) : content);
-  return el(
-    "div",
-    { class: `scroll${rows.length > 15 ? " tall" : ""}${fit ? " fit" : ""}`, tabindex: "0", role: "region", "aria-label": name },
-    el(
-      "table",
-      { class: "plain" },
-      heads.length ? el("thead", {}, el("tr", {}, heads.map((text, i) => el("th", { scope: "col", class: kind(i) }, text)))) : null,
-      el("tbody", {}, rows.map((cells) => el("tr", {}, cells.map(cell)))),
-    ),
-  );
 };

@@ -8,6 +8,7 @@ asked for, panel by panel, from the same panels as the report's.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import os
 import threading
@@ -22,13 +23,12 @@ from backlight.records import Finding, ParameterRecord, RunStatus
 from backlight.report import verdict
 from backlight.report.encoding import script_json
 from backlight.report.frames import ParameterFrames
-from backlight.report.live.run_state import EMPTY, READING, Stand, Standing, stand_of, window
 from backlight.report.page import announced, belongs, head, panel_data
 from backlight.report.panel import Drawn, NotMeasured, Panel, error_text, failed, in_order, shown
 from backlight.report.source import Source
 from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run
-from backlight.text import visible
+from backlight.text import number, visible
 from backlight.threads import BackgroundThread
 
 POLL_INTERVAL_S = 0.3
@@ -57,6 +57,61 @@ READ_ONCE = frozenset(name for name, held in vars(Source).items() if isinstance(
 
 WRITTEN = verdict.STATUS[RunStatus.RUNNING]
 """What a written report says of a run that goes on; here the standing says it."""
+
+
+class Standing(enum.StrEnum):
+    """What a live view says of a run, in one word; of several runs, the first here that one of them has."""
+
+    READING = "reading"
+    RUNNING = "running"
+    WAITING = "waiting"
+    UNREADABLE = "unreadable"
+    UNKNOWN = "unknown"
+    KILLED = "killed"
+    FAILED = "failed"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """The standing, and the sentence that says what it does not say by itself."""
+
+    word: Standing
+    detail: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come, so that no one needs to ask again."""
+        return self.word in {Standing.FINISHED, Standing.FAILED}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a page is sent."""
+        return {"word": self.word.value, "detail": self.detail, "over": self.over}
+
+
+READING = Stand(Standing.READING, "The run is being read.")
+EMPTY = Stand(Standing.WAITING, "Waiting for the first step: no run began in this folder yet.")
+
+
+def stand_of(run: Run) -> Stand:
+    """Return the state of ``run`` by the status of its newest attempt."""
+    last = run.last_step()
+    steps = "no step was taken" if last < 0 else f"the last step is {number(last)}"
+    status = run.status
+    if status is RunStatus.RUNNING:
+        if last < 0:
+            return Stand(
+                Standing.WAITING, "Waiting for the first step: the run began, nothing is recorded yet."
+            )
+        return Stand(Standing.RUNNING, f"The training runs; {steps}.")
+    if status is RunStatus.KILLED:
+        return Stand(Standing.KILLED, f"The process ended without closing the run; {steps}.")
+    if status is RunStatus.UNKNOWN:
+        return Stand(Standing.UNKNOWN, f"Nothing was heard of the writer for a while; {steps}.")
+    if status is RunStatus.FAILED:
+        return Stand(Standing.FAILED, f"{verdict.ending(run)}; {steps}.")
+    return Stand(Standing.FINISHED, f"The training ended; {steps}.")
+
 
 Evaluate = Callable[[Run], Sequence[Finding]]
 """Says what the rules find in a run."""
@@ -278,7 +333,7 @@ class Followed:
             result = known.result
             closely = isinstance(result, Drawn) and result.kind == "parameters" and between is not None
             if closely and between is not None and self.source is not None:
-                result = shown(known.panel, window(self.source, *between))
+                result = shown(known.panel, dataclasses.replace(self.source, window=between))
         try:
             content = panel_data(known.panel, result)
             if content.get("kind") == "parameters":

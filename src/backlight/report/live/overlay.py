@@ -11,10 +11,8 @@ import numpy as np
 from backlight.findings.losses import losses_of
 from backlight.report import verdict
 from backlight.report.encoding import script_json
-from backlight.report.live.follower import Followed
-from backlight.report.live.run_state import Stand, Standing
-from backlight.report.overlay import compared, left_out, listing
-from backlight.report.overlay_curves import curve_panels
+from backlight.report.live.follower import Followed, Stand, Standing
+from backlight.report.overlay import compared, curve_panels, left_out, listing
 from backlight.report.panel import error_text
 from backlight.report.source import Source
 from backlight.text import count, duration, number, visible

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from backlight.findings.losses import losses_of
 from backlight.records import Finding, Severity
-from backlight.report.live.run_state import Stand, Standing
+from backlight.report.live.follower import Stand, Standing
 from backlight.report.panel import error_text
 from backlight.report.source import Source
 from backlight.report.sparkline import sparkline

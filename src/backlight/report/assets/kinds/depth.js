@@ -1,27 +1,28 @@
 // The spread of the gradient's size over the depth of the model, and its value at a chosen step.
 
-KINDS.depth = async (host, { spread: packed }) => {
-  const spread = await unpack(packed);
+KINDS.depth = async (body, { spread }, state) => {
+  const { grid } = view;
   const amount = report.parameters.length;
+  const planes = await grid?.planes("rms");
+  const { first, last } = grid ?? { first: [], last: [] }; // those of the planes: the grid may take newer ones
+  /** @type {(label: string, values: Float64Array, style: string, colour: string, downTo?: string) => Line} */
+  const line = (label, values, style, colour, downTo = "") => ({
+    label, values, style, tone: colour, downTo, axis: "left", odd: [], gap: [...values.keys()].filter((row) => !Number.isFinite(values[row])),
+  });
   const quantile = (place) => spread.subarray(place * amount, (place + 1) * amount);
-  return async () => {
-    const grid = await view.grid;
-    const rows = Float64Array.from({ length: amount }, (_, row) => row);
-    const chosen = new Float64Array(amount).fill(NaN);
-    const line = (label, values, style, colour, downTo = "") => ({
-      label, values, style, tone: colour, downTo, axis: "left", odd: [], gap: [...values.keys()].filter((row) => !Number.isFinite(values[row])),
-    });
-    const at = { ...line("chosen step", chosen, "line", "fourth"), digits: grid?.precise ? 6 : 3 };
-    const spec = {
+  state.draw = () => {
+    const bucket = Math.min(view.bucket ?? Infinity, first.length - 1);
+    const chosen = Float64Array.from({ length: amount }, (_, row) => (planes ? planes.high[row * first.length + bucket] : NaN));
+    drawChart(state.box, {
       title: "",
-      steps: rows,
+      steps: Float64Array.from({ length: amount }, (_, row) => row),
       lines: [
         line("smallest to largest", quantile(4), "edge", "eighth", "smallest"),
         line("smallest", quantile(0), "edge", "eighth"),
         line("middle 80 % of steps", quantile(3), "edge", "first", "lower tenth"),
         line("lower tenth", quantile(1), "edge", "first"),
         line("median", quantile(2), "line", "first"),
-        at,
+        { ...line("chosen step", chosen, "line", "fourth"), digits: grid?.precise ? 6 : 3 },
       ],
       left: { label: "rms (gradient)", log: true, low: null, high: null },
       right: null,
@@ -30,28 +31,22 @@ KINDS.depth = async (host, { spread: packed }) => {
       xRange: () => [-0.5, amount - 0.5],
       xAxis: depthAxis(),
       says: (row) => report.parameters[row].name,
-    };
-    const plot = drawChart(host, spec, 280);
-    if (!plot || !grid) return;
-    const readout = el("output", { for: "depth-step" });
-    const slider = el("input", {
-      type: "range", id: "depth-step", min: "0", max: String(grid.first.length - 1), step: "1",
-      oninput: () => view.set("bucket", Number(slider.value)),
-    });
-    host.append(el("div", { class: "slider" }, el("label", { for: "depth-step" }, "Chosen step"), slider, readout));
-    const { high } = await grid.planes("rms");
-    const show = () => {
-      const bucket = Math.min(view.bucket ?? Infinity, grid.first.length - 1);
-      slider.max = String(grid.first.length - 1);
-      slider.value = String(bucket);
-      readout.textContent = between(grid.first[bucket], grid.last[bucket]) + (grid.exact ? "" : " (largest)");
-      for (let row = 0; row < amount; row += 1) chosen[row] = high[row * grid.first.length + bucket];
-      at.gap = [...chosen.keys()].filter((row) => !Number.isFinite(chosen[row]));
-      plot.setData(dataOf(spec), true);
-    };
-    view.on("bucket", show, slider);
-    show();
+    }, (state.chart ??= {}), 280);
+    if (!grid || !state.chart.plot) return;
+    fill(
+      state.controls,
+      el("label", { for: "depth-step" }, "Chosen step"),
+      el("input", { type: "range", id: "depth-step", min: "0", max: String(first.length - 1), step: "1", oninput: (event) => view.set("bucket", Number(event.target.value)) }),
+      el("output", { for: "depth-step" }, between(first[bucket], last[bucket]) + (grid.exact ? "" : " (largest)")),
+    );
+    state.controls.querySelector("input").value = String(bucket);
   };
+  if (!state.box) {
+    Object.assign(state, { box: el("div"), controls: el("div", { class: "slider" }) });
+    body.append(state.box, state.controls);
+    view.on("bucket", () => state.draw(), state.controls);
+  }
+  state.draw();
 };
 
 // Names of the modules at the rows where they begin, as many as have room.
@@ -84,10 +79,10 @@ const depthAxis = () => ({
 const ending = (text) => (text.length <= 14 ? text : `…${text.slice(-13)}`);
 
 const groupStarts = (depth) => {
-  const found = [];
+  const starts = [];
   report.parameters.forEach(({ name }, row) => {
     const text = name.split(".").slice(0, depth).join(".");
-    if (!found.length || found.at(-1).text !== text) found.push({ row, text });
+    if (starts.at(-1)?.text !== text) starts.push({ row, text });
   });
-  return found;
+  return starts;
 };

@@ -2,27 +2,16 @@
 
 // The data behind the heat map, which the depth chart reads as well.
 class ParameterGrid {
-  constructor(data, first, last, recorded, measured, broken, stats, gaps) {
-    Object.assign(this, { first, last, recorded, measured, broken, stats, gaps });
-    this.columns = data.columns;
-    this.exact = data.exact;
-    this.precise = data.precise;
+  /** @param {ParameterData} data */
+  constructor(data) {
+    Object.assign(this, data);
     this.amount = report.parameters.length;
   }
 
-  static async read(data) {
-    const [first, last, recorded, broken, measured, stats] = await Promise.all([
-      unpack(data.first), unpack(data.last), unpack(data.recorded), unpackAll(data.broken), unpackAll(data.measured), unpackAll(data.stats),
-    ]);
-    const gaps = {};
-    for (const [series, { breaks, sampled, every }] of Object.entries(data.gaps)) gaps[series] = { breaks: await unpack(breaks), sampled: await unpack(sampled), every };
-    return new ParameterGrid(data, first, last, recorded, measured, broken, stats, gaps);
-  }
-
   // Newer or closer data in the place of these: the step that was chosen stays chosen.
-  take(other) {
+  take(data) {
     const step = view.bucket === null ? null : this.first[view.bucket];
-    Object.assign(this, other);
+    Object.assign(this, data);
     if (step !== null) view.bucket = Math.max(0, this.last.findIndex((last) => last >= step));
   }
 
@@ -32,9 +21,9 @@ class ParameterGrid {
 
   // For each range of steps whether the series was recorded in it, of any parameter.
   recordedAt(series) {
-    const found = new Uint8Array(this.first.length);
-    this.measured[series].forEach((amount, i) => (found[i % found.length] ||= amount > 0 ? 1 : 0));
-    return found;
+    const recorded = new Uint8Array(this.first.length);
+    this.measured[series].forEach((amount, i) => (recorded[i % recorded.length] ||= amount > 0 ? 1 : 0));
+    return recorded;
   }
 
   async planes(name) {
@@ -46,6 +35,7 @@ class ParameterGrid {
 }
 
 // The range of colours: what lies beyond the outermost thousandth of the cells is clamped, and said to be.
+/** @type {(column: ColumnData, planes: Planes) => ColourRange | null} */
 const rangeOf = ({ scale }, { high, low }) => {
   if (scale === "count") return null;
   if (scale === "share") return { low: 0, high: 1, log: false, clamped: [false, false] };
@@ -69,6 +59,7 @@ const rangeOf = ({ scale }, { high, low }) => {
   return { low: 10 ** from, high: 10 ** to, log: true, clamped: [least < 0.99 * 10 ** from, most > 1.01 * 10 ** to] };
 };
 
+/** @type {(grid: ParameterGrid, column: ColumnData, values: Float64Array, range: ColourRange | null) => Uint8Array} */
 const codesOf = (grid, column, values, range) => {
   const measured = grid.measured[column.series];
   const broken = grid.broken[column.series];
@@ -98,40 +89,40 @@ const mergeBy = (largest) => (a, b) => {
   return largest === a > b ? a : b;
 };
 
-KINDS.parameters = async (host, data) => {
-  const grid = await ParameterGrid.read(data);
-  view.grid = grid;
-  view.column = grid.column(view.column)?.name ?? grid.columns[0].name;
-  return async () => {
-    const renew = await heatMap(host, grid);
-    const fill = parameterTable(host, grid);
-    return async (later) => {
-      const next = await ParameterGrid.read(later);
-      if (next.amount !== grid.amount || next.columns.map(({ name }) => name).join() !== grid.columns.map(({ name }) => name).join()) return Boolean(later.window);
-      await Promise.all(next.columns.filter(({ high }) => high).map(({ name }) => next.planes(name)));
-      await view.rest();
-      if (later.window) next.stats = grid.stats; // the table is about the whole run
-      grid.take(next);
-      await renew();
-      if (later.window) return true;
-      await view.rest();
-      fill();
-      return true;
-    };
-  };
+KINDS.parameters = async (body, data, state) => {
+  const next = new ParameterGrid(data);
+  const { grid } = state;
+  const names = ({ columns }) => columns.map(({ name }) => name).join();
+  if (grid && next.amount === grid.amount && names(next) === names(grid)) {
+    for (const { name, high } of next.columns) if (high) await next.planes(name);
+    await view.rest();
+    grid.take(data.window ? { ...data, stats: grid.stats } : data); // the table is about the whole run
+    await state.show();
+    if (data.window) return;
+    await view.rest();
+    state.fill();
+    return;
+  }
+  if (data.window) return;
+  body.replaceChildren();
+  state.grid = view.grid = next;
+  view.column = next.column(view.column)?.name ?? next.columns[0].name;
+  state.show = await heatMap(body, next, state);
+  state.fill = parameterTable(body, next, state);
 };
 
 // The block of a parameter: up to the first number in its name, else the first part.
 const blockOf = (name) => /^(.*?\.\d+)\./.exec(name)?.[1] ?? name.split(".")[0];
 
-const heatMap = async (host, grid) => {
+/** @param {HTMLElement} host @param {ParameterGrid} grid @param {any} panel */
+const heatMap = async (host, grid, panel) => {
   const choice = el(
     "select",
     { id: "column", onchange: () => view.set("column", choice.value) },
     grid.columns.map(({ name, label }) => el("option", { value: name }, label)),
   );
   const which = el("select", { id: "which", onchange: () => show() }, el("option", { value: "high" }, "largest"), el("option", { value: "low" }, "smallest"));
-  const only = el("input", { type: "checkbox", id: "only", checked: true, onchange: () => view.set("onlyMatches", only.checked) });
+  const only = el("input", { type: "checkbox", id: "only", checked: view.onlyMatches, onchange: () => view.set("onlyMatches", only.checked) });
   const rowsChip = el("button", { type: "button", class: "chip", hidden: true, onclick: () => zoomRows(null) });
   const noMatch = el("p", { class: "empty", hidden: true }, "No parameter matches the search.");
   const meaning = el("span", { class: "hint" });
@@ -156,18 +147,17 @@ const heatMap = async (host, grid) => {
     detail,
   );
   let zoomed = null;
-  let state = null;
+  /** @type {Cells} */
+  let cells = null;
   const rows = () => {
-    if (!state) return []; // asked for the first time before the colours are there
+    if (!cells) return []; // asked for the first time before the colours are there
     const from = zoomed ?? Array.from({ length: grid.amount }, (_, row) => row);
     if (!view.matches || !view.onlyMatches) return from;
     const wanted = new Set(view.matches);
     return from.filter((row) => wanted.has(row));
   };
-  const map = new Grid(box, {
+  const map = new Grid(box, grid.first, grid.last, {
     name: "Heat map of steps by parameters. Arrow keys move from cell to cell, Enter chooses the parameter, plus and minus zoom, Escape shows everything.",
-    first: grid.first,
-    last: grid.last,
     rows,
     height: (shown) => {
       if (shown <= 64) return Math.max(60, shown * (shown <= 12 ? 26 : shown <= 30 ? 18 : 13));
@@ -177,9 +167,9 @@ const heatMap = async (host, grid) => {
     label: (row) => report.parameters[row].name,
     group: (row) => report.parameters[row].name.split("."),
     block: (row) => blockOf(report.parameters[row].name),
-    code: (row, bucket) => state.codes[row * state.amount + bucket],
-    merge: (a, b) => state.merge(a, b),
-    describe: (row, bucket) => describeCell(grid, state, row, bucket),
+    code: (row, bucket) => cells.codes[row * cells.amount + bucket],
+    merge: (a, b) => cells.merge(a, b),
+    describe: (row, bucket) => describeCell(grid, cells, row, bucket),
     pick: (row, bucket) => {
       view.set("row", row);
       if (bucket !== null) view.set("bucket", bucket);
@@ -192,15 +182,20 @@ const heatMap = async (host, grid) => {
     rowsChip.textContent = zoomed ? `${count(zoomed.length, "row")} of ${number(grid.amount)} · show all` : "";
     map.draw();
   };
+  const showLegend = () => {
+    const codes = new Set(cells.codes);
+    if (map.isSparse) codes.add(UNMEASURED);
+    legendBar(legend, cells.range, (code) => codes.has(code));
+  };
   const show = async () => {
     const column = grid.column(view.column);
     const planes = await grid.planes(column.name);
     const range = rangeOf(column, planes);
     const values = planes[which.value];
-    if (state) await view.rest();
+    if (cells) await view.rest();
     const codes = codesOf(grid, column, values, range);
-    if (state) await view.rest();
-    state = { column, planes, range, amount: grid.first.length, codes, merge: mergeBy(which.value === "high") };
+    if (cells) await view.rest();
+    cells = { column, planes, range, amount: grid.first.length, codes, merge: mergeBy(which.value === "high") };
     if (map.first !== grid.first) {
       const { cursor } = map;
       map.cut(grid.first, grid.last);
@@ -208,16 +203,13 @@ const heatMap = async (host, grid) => {
     }
     choice.value = column.name;
     meaning.textContent = column.meaning;
-    const found = new Uint8Array(256);
-    for (const code of state.codes) found[code] = 1;
-    found[UNMEASURED] ||= map.isSparse ? 1 : 0;
-    legendBar(legend, range, (code) => found[code]);
+    showLegend();
     map.draw();
-    await showDetail(detail, grid, state);
+    showDetail(detail, grid, cells, panel);
   };
   view.on("column", show, box);
-  view.on("theme", () => legendBar(legend, state.range, (code) => state.codes.includes(code) || (code === UNMEASURED && map.isSparse)), legend);
-  view.on("row", () => showDetail(detail, grid, state), detail);
+  view.on("theme", showLegend, legend);
+  view.on("row", () => showDetail(detail, grid, cells, panel), detail);
   view.on("matches onlyMatches", () => {
     onlyLabel.hidden = !view.matches;
     noMatch.hidden = !(view.matches && view.onlyMatches && rows().length === 0);
@@ -233,6 +225,7 @@ const heatMap = async (host, grid) => {
 };
 
 // What one cell holds, in words: the extremes of its range, and every column that was measured there.
+/** @param {ParameterGrid} grid @param {Cells} cells */
 const describeCell = (grid, { column, planes }, row, bucket) => {
   const at = row * grid.first.length + bucket;
   const rows = [[between(grid.first[bucket], grid.last[bucket]), grid.recorded[bucket] > 1 ? `${number(grid.recorded[bucket])} recorded` : ""]];
@@ -251,12 +244,13 @@ const describeCell = (grid, { column, planes }, row, bucket) => {
   return { title: report.parameters[row].name, rows };
 };
 
-const showDetail = async (host, grid, { column, planes }) => {
+// The chosen parameter over steps, in a chart that stays while only its numbers change.
+/** @param {HTMLElement} host @param {ParameterGrid} grid @param {Cells} cells @param {any} panel */
+const showDetail = (host, grid, { column, planes }, panel) => {
   const { row } = view;
-  for (const plot of host.plots ?? []) plot.destroy();
-  host.plots = [];
+  const chart = (panel.detail ??= {});
   if (row === null) {
-    host.replaceChildren(el("p", { class: "hint" }, "Choose a row, here or in the table below, to see its values over steps. Drag to zoom, double-click to see everything."));
+    fill(host, el("p", { class: "hint" }, "Choose a row, here or in the table below, to see its values over steps. Drag to zoom, double-click to see everything."));
     return;
   }
   const parameter = report.parameters[row];
@@ -270,6 +264,7 @@ const showDetail = async (host, grid, { column, planes }) => {
   const breaks = { odd, gap: places.filter((i) => !measured[i] && recorded[i]), ...grid.gaps[column.series] };
   const log = column.scale === "log";
   const digits = grid.precise ? 6 : 3;
+  /** @type {Line[]} */
   const lines = grid.exact
     ? [{ label: column.label, axis: "left", style: "line", tone: "first", values: part(planes.high), digits, ...breaks }]
     : [
@@ -277,19 +272,16 @@ const showDetail = async (host, grid, { column, planes }) => {
         { label: "smallest", axis: "left", style: "steps", tone: "third", values: part(planes.low), digits, ...breaks, odd: [] },
       ];
   const facts = [parameter.shape, parameter.dtype, `${number(parameter.numel)} values`, parameter.module, parameter.group && `group ${parameter.group}`, parameter.aliases.length ? `also ${parameter.aliases.join(", ")}` : ""];
-  const body = el("div", {});
-  host.replaceChildren(
+  const body = (panel.detailBox ??= el("div", {}));
+  fill(
+    host,
     el("div", { class: "detail-head" }, el("h3", {}, parameter.name), el("button", { type: "button", class: "quiet", onclick: () => view.set("row", null) }, "clear")),
     el("p", { class: "hint" }, facts.filter(Boolean).join(" · ")),
     body,
   );
-  if (!measured.some(Boolean)) {
-    body.append(el("p", { class: "empty" }, `${column.label}: not measured. ${report.reasons[parameter.name] ?? ""}`));
-    return;
-  }
+  const empty = measured.some(Boolean) ? "" : `${column.label}: not measured. ${report.reasons[parameter.name] ?? ""}`;
   const left = { label: column.label, log, low: column.scale === "share" ? 0 : null, high: column.scale === "share" ? 1 : null };
   const steps = Float64Array.from(grid.first);
   const says = grid.exact ? null : (i) => between(grid.first[i], grid.last[i]);
-  const plot = drawChart(body, { title: "", steps, lines, left, right: null, marks: [], overSteps: true, says }, 190);
-  if (plot) host.plots.push(plot);
+  drawChart(body, { title: "", steps, lines, left, right: null, marks: [], overSteps: true, says, empty }, chart, 190);
 };
