@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from statistics import median
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.measure.spectra.shrinkage import muon
+from backlight.monitors.spectra.charts import CHARTS, FIELDS, LABELS, VALUES
 from backlight.monitors.spectra.model.echo_records import (
     CHECKPOINT,
     LayerHistory,
@@ -28,32 +30,6 @@ from backlight.store.read.spectra import tables as tables_of
 from backlight.text import count, number, visible
 
 Floats = NDArray[np.float64]
-
-FIELDS = (
-    "singular_value",
-    "echo",
-    "echo_low",
-    "echo_high",
-    "echo_null",
-    "pooled",
-    "residual",
-    "expected",
-    "block_echo",
-    "left_alignment",
-    "right_alignment",
-    "ambiguity",
-    "shrunk",
-    "unbiased",
-    "unbiased_low",
-    "unbiased_high",
-    "muon",
-    "gap",
-    "strength_gap",
-)
-"""What the explorer shows of a direction; all but the last three are as they are stored."""
-
-VALUES = ("median", "smallest", "largest")
-"""What is shown of the singular values of one rank over the replicates."""
 
 NUMBERS = 600_000
 """Numbers that all tables of the page hold together: below 4 MB of page."""
@@ -132,8 +108,14 @@ def explorer(source: Source) -> tuple[dict[str, Any], list[str]]:
         remarks.append(f"Of up to {most:,} measured steps {each:,} are shown, evenly spread.")
     if any(table["measured"] > len(table["directions"]) for table in packed):
         remarks.append(f"Of layers with more than {DIRECTIONS} directions the weaker ones are thinned out.")
-    data = {"fields": FIELDS, "values": VALUES, "numbers": tuple(STORED_NUMBERS), "layers": packed}
-    return data, remarks
+    return {
+        "fields": FIELDS,
+        "values": VALUES,
+        "numbers": tuple(STORED_NUMBERS),
+        "labels": LABELS,
+        "charts": [dataclasses.asdict(chart) for chart in CHARTS],
+        "layers": packed,
+    }, remarks
 
 
 def _layer(layer: Layer, tables: tuple[Table, ...], most: int) -> dict[str, Any]:

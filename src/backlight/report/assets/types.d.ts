@@ -77,16 +77,15 @@ interface Planes { high: Float64Array; low: Float64Array }
 interface ColourRange { low: number; high: number; log: boolean; clamped: boolean[] }
 interface Cells { column: ColumnData; planes: Planes; range: ColourRange | null; amount: number; codes: Uint8Array; merge: GridOptions["merge"] }
 interface RosterColumn { key: string; label: string; of?: (row: number) => any; show?: (value: any, row: number) => string; up?: boolean }
-interface SpectraData { fields: string[]; values: string[]; numbers: string[]; layers: LayerData[] }
+interface SpectraData { fields: string[]; values: string[]; numbers: string[]; labels: [string, string][]; charts: SpectraChart[]; layers: LayerData[] }
 // Arrays [steps, fields or values or numbers, directions or ranks].
 interface LayerData {
   name: string; shape: string; steps: Int32Array; directions: Int32Array; ranks: Int32Array; figures: Float64Array; table: Float32Array; spectrum: Float32Array;
 }
 
-// Lines are label, style, tone and the label of the line below; `columns` gives their values at a step.
-interface SpectraKind {
-  title: string; across: string; decades?: boolean; left: AxisData; lines: string[][]; x(layer: LayerTables, step: number): number[];
-  columns(layer: LayerTables, step: number, figures: Record<string, number>): any[];
+// monitors/spectra/charts.py: lines are label, style, tone, column; a band is label, tone, lower and upper column.
+interface SpectraChart {
+  title: string; across: string; up: string; x: string; lines: string[][]; band: string[] | null; log_x: boolean; log_y: boolean;
 }
 
 interface TableData {

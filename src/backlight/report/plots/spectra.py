@@ -5,7 +5,7 @@ The counterpart of ``assets/kinds/spectra.js``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,84 +58,10 @@ class View:
         return np.ones(len(self.fields["gap"])) if name == "one" else self.fields[name]
 
 
-@dataclass(frozen=True)
-class Chart:
-    """One chart: the column ``x``, ``lines`` (label, style, tone, column), and ``band`` (low, high, tone)."""
+STYLES = {"line": "-", "dashed": "--"}
 
-    title: str
-    across: str
-    up: str
-    x: str
-    lines: tuple[tuple[str, str, str, str], ...]
-    band: tuple[str, str, str] | None = None
-    log_x: bool = False
-    log_y: bool = False
-
-
-CHARTS = (
-    Chart(
-        "Singular values of the replicates",
-        "rank",
-        "singular value",
-        "ranks",
-        (("median over the replicates", "-", "first", "median"), ("noise edge", "--", "limit", "edge")),
-        ("smallest", "largest", "first"),
-        log_y=True,
-    ),
-    Chart(
-        "Echo against singular value",
-        "singular value",
-        "spectral echo",
-        "singular_value",
-        (
-            ("echo", "-", "first", "echo"),
-            ("pooled echo", "-", "second", "pooled"),
-            ("residual (1: contradicted)", ":", "fourth", "residual"),
-            ("null (95 % of chance)", "--", "limit", "echo_null"),
-            ("spiked model", "--", "eighth", "expected"),
-            ("echo of the block", ":", "third", "block_echo"),
-        ),
-        ("echo_low", "echo_high", "first"),
-        log_x=True,
-    ),
-    Chart(
-        "Alignment with the mean of the other replicates",
-        "direction",
-        "overlap",
-        "directions",
-        (
-            ("left", "-", "first", "left_alignment"),
-            ("right", "-", "second", "right_alignment"),
-            ("ambiguity (best less second best)", "--", "eighth", "ambiguity"),
-        ),
-    ),
-    Chart(
-        "What to make of a singular value",
-        "singular value",
-        "share of its largest",
-        "singular_value",
-        (
-            ("recommended by the data (no model)", "-", "third", "unbiased / unbiased"),
-            ("recommended (spiked model)", "-", "first", "shrunk / shrunk"),
-            ("Muon's iteration", "-", "fourth", "muon / muon"),
-            ("left as it is", "--", "eighth", "singular_value / singular_value"),
-        ),
-        ("unbiased_low / unbiased", "unbiased_high / unbiased", "third"),
-        log_x=True,
-    ),
-    Chart(
-        "Gap to the next direction",
-        "direction",
-        "gap / noise level",
-        "directions",
-        (
-            ("as observed", "-", "first", "gap"),
-            ("without noise (spiked model)", "-", "third", "strength_gap"),
-            ("noise joins what is closer", "--", "limit", "one"),
-        ),
-        log_y=True,
-    ),
-)
+Chart = Mapping[str, Any]
+"""A chart as the panel declares it."""
 
 
 def spectra(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Figure]:
@@ -144,7 +70,7 @@ def spectra(source: Source, title: str, data: Mapping[str, Any]) -> dict[str, Fi
     for place, layer in enumerate(data["layers"][:PICTURED]):
         views = views_of(layer, data)
         figure = Figure(figsize=(WIDTH, HEIGHT))
-        draw(figure, views[-1], limits_of(views))
+        draw(figure, views[-1], data, limits_of(views, data["charts"]))
         figures[layer["name"] if place else ""] = figure
     return figures
 
@@ -168,14 +94,14 @@ def views_of(layer: Mapping[str, Any], data: Mapping[str, Any]) -> list[View]:
 Limits = list[tuple[tuple[float, float], tuple[float, float]]]
 
 
-def limits_of(views: list[View]) -> Limits:
+def limits_of(views: list[View], charts: Sequence[Chart]) -> Limits:
     """Return the ranges of both axes of each chart over all steps, so that nothing jumps between them."""
     limits = []
-    for chart in CHARTS:
-        drawn = [*(name for *_, name in chart.lines), *(chart.band or ())[:2]]
-        across = _range([view.column(chart.x) for view in views], DECADES_ACROSS if chart.log_x else 0)
+    for chart in charts:
+        drawn = [*(name for *_, name in chart["lines"]), *(chart["band"] or ())[2:]]
+        across = _range([view.column(chart["x"]) for view in views], DECADES_ACROSS if chart["log_x"] else 0)
         up = [view.column(name) for view in views for name in drawn]
-        limits.append((across, _range(up, DECADES_UP if chart.log_y else 0)))
+        limits.append((across, _range(up, DECADES_UP if chart["log_y"] else 0)))
     return limits
 
 
@@ -194,65 +120,57 @@ def _range(columns: list[Floats], decades: int) -> tuple[float, float]:
     return low - margin, high + margin
 
 
-def draw(figure: Figure, view: View, limits: Limits) -> None:
+def draw(figure: Figure, view: View, data: Mapping[str, Any], limits: Limits) -> None:
     """Draw the charts of one step into an empty figure."""
     tones = colours()
     figure.subplots_adjust(left=0.07, right=0.985, top=0.9, bottom=0.13, hspace=0.85, wspace=0.18)
     places = figure.subplots(3, 2).ravel()
-    for axes, chart, (across, up) in zip(places, CHARTS, limits, strict=False):
+    for axes, chart, (across, up) in zip(places, data["charts"], limits, strict=False):
         _chart(axes, chart, view, tones)
         axes.set_xlim(across)
         axes.set_ylim(up)
     places[-1].set_axis_off()
-    _figures(places[-1], view)
+    _figures(places[-1], view, data["labels"])
     head = f"{shortened(visible(view.layer['name']), 80)} · {view.layer['shape']} · step {number(view.step)}"
     figure.suptitle(head, x=0.01, ha="left", weight="bold")
 
 
 def _chart(axes: Axes, chart: Chart, view: View, tones: Mapping[str, str]) -> None:
-    x = view.column(chart.x)
+    x = view.column(chart["x"])
     order = np.argsort(x, kind="stable")
     order = order[np.isfinite(x[order])]
-    axes.set_title(chart.title)
-    axes.set_xlabel(chart.across)
-    axes.set_ylabel(chart.up)
-    if chart.log_x:
+    axes.set_title(chart["title"])
+    axes.set_xlabel(chart["across"])
+    axes.set_ylabel(chart["up"])
+    if chart["log_x"]:
         axes.set_xscale("log")
         # Few numbers to a decade, and none in mathematical markup, which pictures do not parse.
         axes.xaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(FuncFormatter(tick))
         axes.xaxis.set_minor_formatter(NullFormatter())
-    if chart.log_y:
+    if chart["log_y"]:
         axes.set_yscale("log")
-    if chart.band is not None:
-        low, high = (view.column(name) for name in chart.band[:2])
-        tone = chart.band[2]
-        axes.fill_between(
-            x[order], low[order], high[order], color=tones[f"tone-{tone}"], alpha=0.25, lw=0, label="interval"
-        )
-    for label, style, tone, name in chart.lines:
-        few: dict[str, Any] = {"marker": "o", "ms": 2.5} if style == "-" else {}
+    if chart["band"] is not None:
+        label, tone, *ends = chart["band"]
+        low, high = (view.column(name)[order] for name in ends)
+        axes.fill_between(x[order], low, high, color=tones[f"tone-{tone}"], alpha=0.25, lw=0, label=label)
+    for label, style, tone, name in chart["lines"]:
+        few: dict[str, Any] = {"marker": "o", "ms": 2.5} if style == "line" else {}
         shown = view.column(name)[order]
-        if chart.log_y:
+        if chart["log_y"]:
             shown = np.where(shown > 0, shown, np.nan)
-        axes.plot(x[order], shown, style, color=tones[f"tone-{tone}"], lw=1.2, label=label, **few)
-    if chart.log_x and view.figures["edge"] > 0:
+        axes.plot(x[order], shown, STYLES[style], color=tones[f"tone-{tone}"], lw=1.2, label=label, **few)
+    if chart["log_x"] and view.figures["edge"] > 0:
         axes.axvline(view.figures["edge"], color=tones["tone-limit"], alpha=0.45, lw=1.2)
-    if chart.log_y:
+    if chart["log_y"]:
         axes.yaxis.set_major_formatter(FuncFormatter(tick))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(axis="y", color=tones["line"], lw=0.6)
     axes.legend(loc="upper left", bbox_to_anchor=(-0.02, -0.24), ncols=2, borderaxespad=0, handlelength=1.6)
 
 
-def _figures(axes: Axes, view: View) -> None:
-    entries = (
-        ("replicates", "replicates"), ("samples in each", "batch"), ("noise level", "noise_sigma"),
-        ("noise edge", "edge"), ("signal share", "signal_share"), ("noise scale", "noise_scale"),
-        ("identifiable directions", "identifiable"), ("stable rank, gradient", "stable_rank_gradient"),
-        ("stable rank, weight", "stable_rank_weight"),
-    )  # fmt: skip
-    for row, (label, name) in enumerate(entries):
+def _figures(axes: Axes, view: View, labels: Sequence[tuple[str, str]]) -> None:
+    for row, (name, label) in enumerate(labels):
         value = view.figures[name]
         at = 0.95 - row * 0.115
         axes.text(0.05, at, label, va="top")

@@ -29,18 +29,19 @@ class LayerTables {
     this.names = { fields, values, numbers };
   }
 
-  field(step, name) {
-    const { fields } = this.names;
-    const K = this.data.directions.length;
-    const from = (step * fields.length + fields.indexOf(name)) * K;
-    return this.data.table.subarray(from, from + K);
-  }
-
-  values(step, name) {
-    const { values } = this.names;
-    const J = this.data.ranks.length;
-    const from = (step * values.length + values.indexOf(name)) * J;
-    return this.data.spectrum.subarray(from, from + J);
+  // A column of a chart, as monitors/spectra/charts.py names it.
+  column(step, column) {
+    const { data, names } = this;
+    const [name, whole] = column.split(" / ");
+    if (whole) {
+      const top = Math.max(0, ...this.column(step, whole).filter(Number.isFinite));
+      return this.column(step, name).map((value) => (top > 0 ? value / top : NaN));
+    }
+    if (name === "ranks" || name === "directions") return Float64Array.from(data[name], (place) => place + 1);
+    if (name === "edge") return new Float64Array(data.ranks.length).fill(this.figures(step).edge);
+    if (name === "one") return new Float64Array(data.directions.length).fill(1);
+    const row = (table, rows, width) => table.subarray((step * rows.length + rows.indexOf(name)) * width, (step * rows.length + rows.indexOf(name) + 1) * width);
+    return names.values.includes(name) ? row(data.spectrum, names.values, data.ranks.length) : row(data.table, names.fields, data.directions.length);
   }
 
   figures(step) {
@@ -70,111 +71,54 @@ const DECADES_UP = 5;
 
 const logOf = (values) => Array.from(values, (value) => (value > 0 ? Math.log10(value) : NaN));
 
-const share = (values, ...others) => {
-  const top = Math.max(0, ...values.filter(Number.isFinite));
-  return [values, ...others].map((each) => Array.from(each, (value) => (top > 0 ? value / top : NaN)));
-};
+// The lines of a chart, its band first: label, style, tone, column, and the label of the line that a band is filled down to.
+/** @type {(chart: SpectraChart) => string[][]} */
+const linesOf = ({ band, lines }) => [...(band ? [[band[0], "edge", band[1], band[3], "lower end"], ["lower end", "edge", band[1], band[2]]] : []), ...lines];
 
-// Charts by direction or by singular value. `columns` gives, for a step, the values of each line.
-/** @type {SpectraKind[]} */
-const SPECTRA_CHARTS = [
-  {
-    title: "Singular values of the replicates",
-    across: "rank",
-    left: { label: "singular value", log: true, low: null, high: null },
-    lines: [["smallest to largest", "edge", "first", "smallest"], ["smallest", "edge", "first"], ["median over the replicates", "line", "first"], ["noise edge", "dashed", "limit"]],
-    x: (layer) => Array.from(layer.data.ranks, (rank) => rank + 1),
-    columns: (layer, step, figures) => [
-      layer.values(step, "largest"), layer.values(step, "smallest"), layer.values(step, "median"), Array.from(layer.data.ranks, () => figures.edge),
-    ],
-  },
-  {
-    title: "Echo against singular value",
-    across: "singular value",
-    decades: true,
-    left: { label: "spectral echo", log: false, low: 0, high: 1 },
-    lines: [["interval over replicates", "edge", "first", "lower"], ["lower", "edge", "first"], ["echo", "line", "first"], ["pooled echo", "line", "second"], ["residual (1: contradicted)", "dashed", "fourth"], ["null (95 % of chance)", "dashed", "limit"], ["spiked model", "dashed", "eighth"], ["echo of the block", "dashed", "third"]],
-    x: (layer, step) => logOf(layer.field(step, "singular_value")),
-    columns: (layer, step) => ["echo_high", "echo_low", "echo", "pooled", "residual", "echo_null", "expected", "block_echo"].map((name) => layer.field(step, name)),
-  },
-  {
-    title: "Left and right alignment with the mean of the other replicates",
-    across: "direction",
-    left: { label: "overlap", log: false, low: 0, high: 1 },
-    lines: [["left", "line", "first"], ["right", "line", "second"], ["ambiguity (best less second best)", "dashed", "eighth"]],
-    x: (layer) => Array.from(layer.data.directions, (direction) => direction + 1),
-    columns: (layer, step) => ["left_alignment", "right_alignment", "ambiguity"].map((name) => layer.field(step, name)),
-  },
-  {
-    title: "What to make of a singular value",
-    across: "singular value",
-    decades: true,
-    left: { label: "share of its largest", log: false, low: 0, high: 1 },
-    lines: [["interval over replicates", "edge", "third", "lower"], ["lower", "edge", "third"], ["recommended by the data (no model)", "line", "third"], ["recommended (spiked model)", "line", "first"], ["Muon's iteration", "line", "fourth"], ["left as it is", "dashed", "eighth"]],
-    x: (layer, step) => logOf(layer.field(step, "singular_value")),
-    columns: (layer, step) => {
-      const at = (name) => layer.field(step, name);
-      const [data, high, low] = share(at("unbiased"), at("unbiased_high"), at("unbiased_low"));
-      return [high, low, data, ...share(at("shrunk")), ...share(at("muon")), ...share(at("singular_value"))];
-    },
-  },
-  {
-    title: "Gap to the next direction",
-    across: "direction",
-    left: { label: "gap / noise level", log: true, low: null, high: null },
-    lines: [["as observed", "line", "first"], ["without noise (spiked model)", "line", "third"], ["noise joins what is closer", "dashed", "limit"]],
-    x: (layer) => Array.from(layer.data.directions, (direction) => direction + 1),
-    columns: (layer, step) => [layer.field(step, "gap"), layer.field(step, "strength_gap"), Array.from(layer.data.directions, () => 1)],
-  },
-];
-
-// The ends of both axes over all steps of a layer.
-/** @param {SpectraKind} kind @param {LayerTables} layer */
-const endsOf = (kind, layer) => {
-  const [first, last] = layer.extent((step) => [kind.x(layer, step)]);
-  const across = padded([kind.decades ? Math.max(first, last - DECADES_ACROSS) : first, last]);
-  const up = (values) => (kind.left.log ? logOf(values) : values);
-  let [low, high] = layer.extent((step) => kind.columns(layer, step, layer.figures(step)).map(up));
-  if (kind.left.log) low = Math.max(low, high - DECADES_UP);
+/** The ends of both axes over all steps of a layer. @param {SpectraChart} chart @param {LayerTables} layer */
+const endsOf = (chart, layer) => {
+  const scaled = (step, column, log) => (log ? logOf(layer.column(step, column)) : layer.column(step, column));
+  const [first, last] = layer.extent((step) => [scaled(step, chart.x, chart.log_x)]);
+  const across = padded([chart.log_x ? Math.max(first, last - DECADES_ACROSS) : first, last]);
+  let [low, high] = layer.extent((step) => linesOf(chart).map(([, , , column]) => scaled(step, column, chart.log_y)));
+  if (chart.log_y) low = Math.max(low, high - DECADES_UP);
   const room = 0.04 * (high - low) + 0.02;
   const powers = Number.isFinite(low) ? [10 ** (low - room), 10 ** (high + room)] : [0.1, 10];
-  const fixed = kind.left.log ? powers : [Math.min(-0.02, Math.max(-0.5, low)), Math.max(1.03, Math.min(1.5, high))];
+  const fixed = chart.log_y ? powers : [Math.min(-0.02, Math.max(-0.5, low)), Math.max(1.03, Math.min(1.5, high))];
   return { range: across.every(Number.isFinite) ? across : [0, 1], fixed };
 };
 
-// One chart of a layer at a step, with the ends that it has at all steps.
-/** @type {(kind: SpectraKind, layer: LayerTables, step: number, ends: { range: number[], fixed: number[] }) => Spec} */
-const spectraChart = (kind, layer, step, { range, fixed }) => {
-  const figures = layer.figures(step);
-  const xs = kind.x(layer, step);
+/**
+ * One chart of a layer at a step, with the ends that it has at all steps.
+ * @param {SpectraChart} chart @param {LayerTables} layer @param {number} step @param {{ range: number[], fixed: number[] }} ends
+ * @returns {Spec}
+ */
+const spectraSpec = (chart, layer, step, { range, fixed }) => {
+  const xs = chart.log_x ? logOf(layer.column(step, chart.x)) : layer.column(step, chart.x);
   const order = [...xs.keys()].filter((i) => Number.isFinite(xs[i])).sort((a, b) => xs[a] - xs[b]);
-  const columns = kind.columns(layer, step, figures).map((values) => order.map((i) => values[i]));
   const steps = order.map((i) => xs[i]);
-  const edge = Math.log10(figures.edge);
-  const measured = columns.some((values, i) => kind.lines[i][1] === "line" && values.some(Number.isFinite));
+  const lines = linesOf(chart).map(([label, style, colour, column, downTo = ""]) => {
+    const all = layer.column(step, column);
+    const values = order.map((i) => all[i]);
+    const gap = [...values.keys()].filter((place) => !Number.isFinite(values[place]));
+    return { label, style, tone: colour, downTo, axis: /** @type {const} */ ("left"), values, odd: [], gap, digits: 4 };
+  });
+  const edge = Math.log10(layer.figures(step).edge);
   return {
-    title: kind.title,
+    title: chart.title,
     steps,
-    lines: kind.lines.map(([label, style, colour, downTo = ""], i) => ({
-      label, style, tone: colour, downTo, axis: "left", values: columns[i], odd: [], digits: 4,
-      gap: [...columns[i].keys()].filter((place) => !Number.isFinite(columns[i][place])),
-    })),
-    left: { ...kind.left, fixed },
+    lines,
+    left: { label: chart.up, log: chart.log_y, low: null, high: null, fixed },
     right: null,
     marks: [],
-    spans: kind.decades && figures.edge > 0 ? [{ label: "", mark: "edge", after: edge, by: edge, tone: "limit" }] : [],
+    spans: chart.log_x && Number.isFinite(edge) ? [{ label: "", mark: "edge", after: edge, by: edge, tone: "limit" }] : [],
     overSteps: false,
     xRange: () => range,
-    xAxis: kind.decades ? decadeAxis(kind.across) : stepAxis(kind.across),
-    says: (place) => `${kind.across} ${number(kind.decades ? 10 ** steps[place] : steps[place], 4)}`,
-    empty: measured ? "" : "Nothing here was measured at this step.",
+    xAxis: chart.log_x ? decadeAxis(chart.across) : stepAxis(chart.across),
+    says: (place) => `${chart.across} ${number(chart.log_x ? 10 ** steps[place] : steps[place], 4)}`,
+    empty: lines.some(({ style, values }) => style === "line" && values.some(Number.isFinite)) ? "" : "Nothing here was measured at this step.",
   };
 };
-
-const SPECTRA_FIGURES = [
-  ["replicates", "replicates"], ["batch", "samples in each"], ["noise_sigma", "noise level"], ["edge", "noise edge"], ["signal_share", "signal share"],
-  ["noise_scale", "noise scale"], ["identifiable", "identifiable"], ["stable_rank_gradient", "stable rank, gradient"], ["stable_rank_weight", "stable rank, weight"],
-];
 
 KINDS.spectra = (body, data, state) => {
   state.layers = data.layers.map((layer) => new LayerTables(layer, data));
@@ -198,7 +142,7 @@ KINDS.spectra = (body, data, state) => {
     readouts,
     box,
   );
-  const charts = SPECTRA_CHARTS.map((kind) => ({ kind, host: box.appendChild(el("div", {})), state: {}, ends: null }));
+  const charts = data.charts.map((chart) => ({ chart, host: box.appendChild(el("div", {})), state: {}, ends: null }));
   let layer = null;
   let steps = [];
   let at = 0;
@@ -220,8 +164,8 @@ KINDS.spectra = (body, data, state) => {
     slider.value = String(step);
     readout.textContent = `step ${number(steps[step])}`;
     slider.setAttribute("aria-valuetext", readout.textContent);
-    fill(readouts, ...factList(SPECTRA_FIGURES.map(([name, label]) => ({ label, value: Number.isNaN(figures[name]) ? "not measured" : number(figures[name], 3) }))).childNodes);
-    for (const chart of charts) drawChart(chart.host, spectraChart(chart.kind, layer, step, chart.ends), chart.state, 250);
+    fill(readouts, ...factList(data.labels.map(([name, label]) => ({ label, value: Number.isNaN(figures[name]) ? "not measured" : number(figures[name], 3) }))).childNodes);
+    for (const { chart, host, state: drawn, ends } of charts) drawChart(host, spectraSpec(chart, layer, step, ends), drawn, 250);
   };
   const nearest = (step) => steps.reduce((best, value, i) => (Math.abs(value - step) < Math.abs(steps[best] - step) ? i : best), 0);
   state.open = (name) => {
@@ -234,7 +178,7 @@ KINDS.spectra = (body, data, state) => {
     choice.value = name;
     slider.max = String(steps.length - 1);
     slider.disabled = play.disabled = steps.length < 2;
-    for (const chart of charts) chart.ends = endsOf(chart.kind, layer);
+    for (const each of charts) each.ends = endsOf(each.chart, layer);
     show(before === undefined ? steps.length - 1 : nearest(before));
     body.dataset.layer = name;
   };
