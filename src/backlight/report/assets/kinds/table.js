@@ -11,6 +11,7 @@ KINDS.failed = (body, { reason }) => fill(body, el("p", { class: "empty" }, reas
 
 KINDS.listing = (body, data) => fill(body, table(data));
 
+/** @param {(TableData & { title: string })[]} tables */
 const figureTables = (tables) => tables.map(({ title, ...data }) => [title ? el("h3", {}, title) : null, table({ name: title || data.heads[0], ...data })]);
 
 KINDS.figures = (body, { tables }) => fill(body, figureTables(tables));
