@@ -26,8 +26,6 @@ class Place:
 
 _ATTEMPT = re.compile(r"^attempt-\d+/(?=evidence/)")
 
-_SPECTRA = re.compile(r"^(?:scalars/spectra/(?P<number>.+)|arrays/spectra/(?P<array>.+)/[^/]+)/[^/]+$")
-
 _NEAREST = {"nan": "non_finite", "inf": "non_finite", "zeros": "zero_share"}
 """Columns of the heat map for stored columns that it does not show as they are."""
 
@@ -57,8 +55,11 @@ def place_of(
     if has_map and path.startswith("parameters/"):
         named = rows.get(path.split("/", 2)[-1], row)
         return Place("parameters", named, None, step)
-    best = max(((matching_segments(path, panel), panel.name) for panel in panels), default=(0, ""))
-    return Place(best[1], row, None, step, _layer(path)) if best[0] and best[1] in drawn else None
+    matches = [(matching_segments(path, panel), panel.name, panel) for panel in panels]
+    length, name, panel = max(matches, default=(0, "", None))
+    if panel is None or not length or name not in drawn:
+        return None
+    return Place(name, row, None, step, _layer(path, length) if panel.layers else None)
 
 
 _KINDS = {"scalars": "", "events": "", "user": "logged ", "profile": "profile: ", "parameters": ""}
@@ -95,10 +96,11 @@ def _series(path: str) -> tuple[str | None, str | None, str | None]:
     return parts[1] or None, parts[2] or None, parts[3] or None
 
 
-def _layer(path: str) -> str | None:
-    """Return the layer of a number or an array of spectra; its name may hold slashes itself."""
-    found = _SPECTRA.match(path)
-    return visible(found["number"] or found["array"]) if found else None
+def _layer(path: str, beginning: int) -> str | None:
+    """Return the layer behind ``beginning`` segments of a number or an array; its name may hold slashes."""
+    behind = 2 if path.startswith("arrays/") else 1  # step and name of an array, name of a number
+    layer = path.split("/")[beginning:-behind]
+    return visible("/".join(layer)) if layer else None
 
 
 def matching_segments(path: str, panel: Panel) -> int:

@@ -116,10 +116,10 @@ class Panel:
     monitor whose measurements it shows, empty for what every run has. Without data, a panel of a monitor that
     did not watch is left out, since one line says so for all of them; and so is an ``optional`` one, about
     what many runs do not have: several ranks, a loss scale. ``events`` are the kinds that it lists, which the
-    panel of all events leaves out. ``place`` is ``"full"``, ``"half"`` for a panel
-    that shares its row with another where there is room, or ``"details"`` for one in the folded part at the
-    end. ``summary`` returns the summary of a run in which this monitor measured what matters most; the first
-    one that does, in the order of the page, is the run's.
+    panel of all events leaves out. With ``layers`` a path below its series names a layer. ``place`` is
+    ``"full"``, ``"half"`` for a panel that shares its row with another where there is room, or ``"details"``
+    for one in the folded part at the end. ``summary`` returns the summary of a run in which this monitor
+    measured what matters most; the first one that does, in the order of the page, is the run's.
     """
 
     name: str
@@ -131,6 +131,7 @@ class Panel:
     monitor: str = ""
     optional: bool = False
     events: tuple[str, ...] = ()
+    layers: bool = False
     place: str = "full"
     summary: Callable[[Source], Summary | None] | None = None
 

@@ -358,6 +358,7 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
     title="Spectra over replicates",
     order=75,
     series=("scalars/spectra", "arrays/spectra"),
+    layers=True,
     note="Which directions of a layer's gradient are found again with other data. A band is an interval over "
     "replicates; the null is what chance shows.",
     monitor="spectra",

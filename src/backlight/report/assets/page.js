@@ -1,23 +1,19 @@
 // The page: the verdict first, then the findings, then one section per panel.
 
+// What was not measured, and why; of many names none until they are asked for.
 const unmeasuredList = () => {
-  const items = [
-    ...report.verdict.unmeasured.map(({ what, reason, names }) =>
-      el(
-        "li",
-        {},
-        what.map(({ text, panel }, i) => [i ? ", " : "", el("b", { id: panel && `panel-${panel}`, tabindex: panel && "-1" }, text)]),
-        ": ",
-        el("span", {}, reason),
-        names.length && names.length <= 3
-          ? el("span", { class: "names" }, names.map((name) => [" ", el("code", {}, name)]))
-          : names.length
-          ? el("details", {}, el("summary", {}, `show ${number(names.length)}`), el("p", { class: "names" }, names.slice(0, 500).map((name) => [el("code", {}, name), " "]), names.length > 500 ? `and ${number(names.length - 500)} more` : ""))
-          : null,
-      ),
+  const list = (names) => [names.slice(0, 500).map((name) => [el("code", {}, name), " "]), names.length > 500 ? `and ${number(names.length - 500)} more` : ""];
+  const items = report.verdict.unmeasured.map(({ what, reason, names }) =>
+    el(
+      "li",
+      { data: { key: what.map(({ text }) => text).join() } },
+      what.map(({ text, panel }, i) => [i ? ", " : "", el("b", { id: panel && `panel-${panel}`, tabindex: panel && "-1" }, text)]),
+      ": ",
+      el("span", {}, reason),
+      names.length && names.length <= 3 ? el("span", { class: "names" }, names.map((name) => [" ", el("code", {}, name)])) : null,
+      names.length > 3 ? el("details", {}, el("summary", {}, `show ${number(names.length)}`), el("p", { class: "names" }, list(names))) : null,
     ),
-  ];
-  if (!items.length) return null;
+  );
   return el("section", { class: "panel not-measured", id: "not-measured" }, el("h2", {}, "Not measured"), el("ul", {}, items));
 };
 
