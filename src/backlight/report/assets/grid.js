@@ -15,6 +15,30 @@ const reachOf = (first, last) => {
   });
 };
 
+// Neighbours with the same text, as [from, to).
+const runsOf = (rows, textOf) => {
+  /** @type {{ from: number, to: number, text: string }[]} */
+  const runs = [];
+  rows.forEach((row, place) => {
+    const text = textOf(row);
+    if (runs.at(-1)?.text === text) runs.at(-1).to = place + 1;
+    else runs.push({ from: place, to: place + 1, text });
+  });
+  return runs;
+};
+
+// Neighbours whose dotted names begin alike, as deep as `most` labels have room; where even the first level has too many,
+// those that would overlap are left out when they are drawn.
+const namedRuns = (rows, partsOf, deepest, most) => {
+  let best = [];
+  for (let depth = 1; depth <= deepest; depth += 1) {
+    const runs = runsOf(rows, (row) => partsOf(row).slice(0, depth).join("."));
+    if (best.length > 3 && runs.length > most) break;
+    best = runs;
+  }
+  return best;
+};
+
 class Grid {
   /** @type {{ x: number, y: number, toX: number, toY: number, moved: boolean, tall: boolean } | null} */
   drag = null;
@@ -204,7 +228,7 @@ class Grid {
     }
     let lowest = -Infinity;
     context.strokeStyle = css("line-strong");
-    for (const { from, to, text } of this.groups(narrow ? 2 : 6)) {
+    for (const { from, to, text } of namedRuns(this.shown, this.options.group, narrow ? 2 : 6, Math.max(1, Math.floor(this.high / 14)))) {
       const [begin, end] = [this.y(from), this.y(to)];
       const middle = (begin + end) / 2;
       context.beginPath();
@@ -220,13 +244,7 @@ class Grid {
 
   // Neighbours in one block of the model; `inside` is where the rest of a row's name begins, 0 where a row is alone.
   blocks() {
-    const blocks = [];
-    this.shown.forEach((row, place) => {
-      const text = this.options.block(row);
-      if (blocks.at(-1)?.text === text) Object.assign(blocks.at(-1), { to: place + 1, inside: text.length + 1 });
-      else blocks.push({ from: place, to: place + 1, text, inside: 0 });
-    });
-    return blocks;
+    return runsOf(this.shown, this.options.block).map((run) => ({ ...run, inside: run.to - run.from > 1 ? run.text.length + 1 : 0 }));
   }
 
   // A gap between blocks, where they are high enough to be seen apart.
@@ -256,24 +274,6 @@ class Grid {
       context.fillText(shortened(text, within(column - 12)), column - 11, Math.min((begin + end) / 2, begin + 60));
       context.font = `12px ${css("font")}`;
     }
-  }
-
-  // Neighbours with the same beginning, as deep as the labels still have room.
-  groups(deepest) {
-    const parts = this.shown.map((row) => this.options.group(row));
-    const most = Math.max(1, Math.floor(this.high / 14));
-    let best = null;
-    for (let depth = 1; depth <= deepest; depth += 1) {
-      const groups = [];
-      parts.forEach((names, place) => {
-        const text = names.slice(0, depth).join(".");
-        if (groups.at(-1)?.text === text) groups.at(-1).to = place + 1;
-        else groups.push({ from: place, to: place + 1, text });
-      });
-      if (best && best.length > 3 && groups.length > most) break;
-      best = groups; // where even these have no room, labels that would overlap are left out
-    }
-    return best ?? [];
   }
 
   drawOver() {

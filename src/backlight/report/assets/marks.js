@@ -10,15 +10,18 @@ const findingsAt = () => {
 
 const hasFindings = ({ overSteps, across = "step" }) => overSteps && across === "step";
 
-// A finding at a step: a triangle that stands on the axis.
-const marker = (context, x, bottom, size, severity) => {
-  context.fillStyle = css(severity);
+// A triangle with its tip at a height: it points up where `tall` is positive.
+const triangle = (context, x, tip, wide, tall, colour) => {
+  context.fillStyle = colour;
   context.beginPath();
-  context.moveTo(x, bottom - 1.6 * size);
-  context.lineTo(x - size, bottom);
-  context.lineTo(x + size, bottom);
+  context.moveTo(x, tip);
+  context.lineTo(x - wide, tip + tall);
+  context.lineTo(x + wide, tip + tall);
   context.fill();
 };
+
+// A finding at a step: a triangle that stands on the axis.
+const marker = (context, x, bottom, size, severity) => triangle(context, x, bottom - 1.6 * size, size, 1.6 * size, css(severity));
 
 // What lines cannot show: a restart, the step in focus, findings, values that are not finite, marked steps.
 /** @type {(plot: any, spec: Spec) => void} */
@@ -36,14 +39,6 @@ const annotate = (plot, spec) => {
     ctx.lineTo(x(step), bbox.top + bbox.height);
     ctx.stroke();
     ctx.setLineDash([]);
-  };
-  const wedge = (step, colour) => {
-    ctx.fillStyle = colour;
-    ctx.beginPath();
-    ctx.moveTo(x(step), bbox.top + 9 * ratio);
-    ctx.lineTo(x(step) - 5 * ratio, bbox.top);
-    ctx.lineTo(x(step) + 5 * ratio, bbox.top);
-    ctx.fill();
   };
   ctx.save();
   const { min, max } = plot.scales.x;
@@ -78,7 +73,7 @@ const annotate = (plot, spec) => {
     line.odd.forEach((place, i) => {
       const joined = i > 0 && line.odd[i - 1] === place - 1;
       const [before, step] = [spec.steps[Math.max(0, place - 1)], spec.steps[place]];
-      if (!joined && within(step)) wedge(step, css("cell-broken"));
+      if (!joined && within(step)) triangle(ctx, x(step), bbox.top + 9 * ratio, 5 * ratio, -9 * ratio, css("cell-broken"));
       if (!joined || step < plot.scales.x.min || before > plot.scales.x.max) return;
       // Neighbours without a finite value are one bar, not a row of wedges.
       const from = Math.floor(Math.max(bbox.left, x(before)));
@@ -158,15 +153,7 @@ const drawBeyond = (plot, spec) => {
   const { min, max } = plot.scales.x;
   const shown = beyond(spec).filter(([step]) => step >= min && step <= max);
   if (!shown.length || spec.left.whole) return;
-  ctx.fillStyle = css("ink-soft");
-  for (const [step] of shown) {
-    const x = plot.valToPos(step, "x", true);
-    ctx.beginPath();
-    ctx.moveTo(x, bbox.top - 7 * ratio);
-    ctx.lineTo(x - 5 * ratio, bbox.top + 1.5 * ratio);
-    ctx.lineTo(x + 5 * ratio, bbox.top + 1.5 * ratio);
-    ctx.fill();
-  }
+  for (const [step] of shown) triangle(ctx, plot.valToPos(step, "x", true), bbox.top - 7 * ratio, 5 * ratio, 8.5 * ratio, css("ink-soft"));
   const [step, value] = shown.reduce((most, each) => (each[1] > most[1] ? each : most));
   const text = `${number(value, 3)} at step ${number(step)}`;
   ctx.font = `${12 * ratio}px ${css("font")}`;

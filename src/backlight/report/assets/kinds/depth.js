@@ -54,15 +54,9 @@ const depthAxis = () => ({
   ...stepAxis("parameter, in model order"),
   splits: (plot) => {
     const most = Math.max(1, Math.floor(plot.bbox.width / devicePixelRatio / 104));
-    let best = [];
-    for (let depth = 1; depth <= 6; depth += 1) {
-      const starts = groupStarts(depth);
-      if (best.length > 3 && starts.length > most) break; // those without room are left out below
-      best = starts;
-    }
     plot.depthLabels = new Map();
     let free = -Infinity;
-    for (const { row, text } of best) {
+    for (const { from: row, text } of namedRuns(report.parameters, ({ name }) => name.split("."), 6, most)) {
       const at = plot.valToPos(row, "x");
       if (at < free || at + 7 * Math.min(14, text.length) > plot.bbox.width / devicePixelRatio + 10) continue;
       plot.depthLabels.set(row, text);
@@ -77,12 +71,3 @@ const depthAxis = () => ({
 
 // Neighbours begin alike; what sets them apart is at the end.
 const ending = (text) => (text.length <= 14 ? text : `…${text.slice(-13)}`);
-
-const groupStarts = (depth) => {
-  const starts = [];
-  report.parameters.forEach(({ name }, row) => {
-    const text = name.split(".").slice(0, depth).join(".");
-    if (starts.at(-1)?.text !== text) starts.push({ row, text });
-  });
-  return starts;
-};
