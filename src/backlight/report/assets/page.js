@@ -170,7 +170,6 @@ const contents = (panels) =>
     report.verdict.unmeasured.length || panels.some(({ place }) => place === "details") ? el("a", { href: "#details" }, "Details") : null,
   ]);
 
-
 const openPage = (name = null, status = null) => {
   const { nav, saying, verdict, findings, panels, stated, footer } = slots;
   const main = el("main", { id: "top" }, saying, verdict, findings, panels, stated, folds.hints, folds.details, footer);

@@ -14,6 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
+from backlight.report.charts import TONES
 from backlight.report.encoding import Quantised
 from backlight.report.plots.spectra import spectra
 from backlight.report.plots.style import Draw, colours, ramp, tick
@@ -23,8 +24,6 @@ from backlight.text import power, shortened, visible
 
 WIDTH, HEIGHT = 8.5, 2.6
 """Inches of one chart."""
-
-TONES = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 COLUMNS = 4
 """Entries next to one another in a legend."""
