@@ -164,7 +164,7 @@ FAULTS: dict[str, Fault] = {
     ),
     "spike": health({"a.weight": LEAP / 8}, scalars={"total_norm": LEAP, "batch": {120: 17.0}}),
     "vanishing": health({f"layer{i}.weight": [1e-12 if i < 2 else 1e-3] * 40 for i in range(12)}),
-    "clipping_order": contradiction(EarlyClip(0, line="train.py:12"), (1, 2, 3)),
+    "clipping": contradiction(EarlyClip(0, line="train.py:12"), (1, 2, 3)),
     "gradients_discarded": contradiction(ClearedBeforeStep(0, AB)),
     "gradients_not_cleared": contradiction(SummedGradients(0, AB, followed=2), (1, 2, 3)),
     "loss_input": contradiction(SoftmaxTwice(0)),

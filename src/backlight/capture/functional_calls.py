@@ -1,4 +1,4 @@
-"""Calls of functional cross-entropy, dropout and attention while they are observed, with the line of each."""
+"""Calls of functional cross-entropy, ``kl_div``, dropout and attention while they are observed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from backlight.devices import is_capturing_graph
 from backlight.user_code import SourceLine, user_line
 
 
-class CrossEntropyCalls:
-    """Reports the input of each call to the hub. Compiled code is neither changed nor observed."""
+class LossCalls:
+    """Reports the input of each cross-entropy and ``kl_div`` to the hub.
+
+    Compiled code is neither changed nor observed.
+    """
 
     def __init__(self) -> None:
         self._patches = Patches()
@@ -27,6 +30,7 @@ class CrossEntropyCalls:
         dynamo = sys.modules.get("torch._dynamo.utils")
         if not self._is_on and (dynamo is None or not dynamo.counters["frames"]):
             self._is_on = self._patches.replace(torch._C._nn, "cross_entropy_loss", _wrapped)
+            self._patches.replace(torch, "kl_div", _wrapped)
 
     def stop(self) -> None:
         """Observe no longer."""
@@ -36,15 +40,17 @@ class CrossEntropyCalls:
 
 
 def _wrapped(original: Any) -> Any:
+    name = original.__name__
+
     @functools.wraps(original)
-    def cross_entropy_loss(input: Any, *args: Any, **kwargs: Any) -> Any:
+    def loss(input: Any, *args: Any, **kwargs: Any) -> Any:
         is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
         is_plain = not (is_traced or is_transforming() or is_capturing_graph())
         if is_plain and isinstance(input, torch.Tensor) and input.requires_grad:
-            HUB.emit("cross_entropy", input)
+            HUB.emit("loss_given", name, input)
         return original(input, *args, **kwargs)
 
-    return cross_entropy_loss
+    return loss
 
 
 class DropoutCalls:

@@ -173,8 +173,8 @@ class Listener:
     def autocast_end(self, region: Any) -> None:
         """That region is about to be left."""
 
-    def cross_entropy(self, given: torch.Tensor) -> None:
-        """Cross-entropy is called with ``given``; only where a listener observes these calls."""
+    def loss_given(self, function: str, given: torch.Tensor) -> None:
+        """The function ``cross_entropy_loss`` or ``kl_div`` is called; only where a listener observes it."""
 
     def transferred(self, transfer: transfers.Transfer) -> None:
         """A collective or a receive has ended, or a send begins."""

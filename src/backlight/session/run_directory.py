@@ -172,7 +172,10 @@ def why_no_step(tracker: StepTracker, scope: Scope, ending: str) -> str:
         return "" if known else "no optimizer holds a model: give it to the watch, backlight.watch(model)"
     passes = tracker.backwards
     if ending and passes <= 1:
-        return f"{ending} {'in' if passes else 'before'} its first backward pass"
+        frozen = [p for p in scope.table.records if p.in_model]
+        is_frozen = bool(frozen) and not any(p.requires_grad for p in frozen)
+        why = f": none of the {len(frozen)} parameters of the model requires a gradient" if is_frozen else ""
+        return f"{ending} {'in' if passes else 'before'} its first backward pass{why}"
     if not passes:
         return "neither a backward pass nor an optimizer step was seen"
     seen = "1 backward pass was seen" if passes == 1 else f"{passes} backward passes were seen"

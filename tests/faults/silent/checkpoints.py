@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from faults.silent.loop import control, fault, perceptron, train
+from faults.silent.loop import Loop, control, fault, perceptron, train
 
 
 def checkpoint() -> Any:
@@ -206,3 +206,69 @@ def copies_of_one_matrix_that_begin_alike() -> None:
     state = Tied(False).state_dict()
     state["head.weight"] = state["embedding.weight"].clone()
     train_sequences(loaded(Tied(False), state))
+
+
+@fault(rule="not_restored", kind="rate", severity="warning", step=0, names="replaces that of the script")
+def rate_of_the_checkpoint(injected: bool) -> None:
+    state, model, optimizer = resumed(lr=1e-5)
+    optimizer.load_state_dict(state["optimizer"])
+    if not injected:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-5
+    train(model, optimizer, has_schedule=False)
+
+
+@fault(rule="not_restored", kind="rate", severity="warning", step=0, names="replaces that of the script")
+def first_rate_of_the_schedule_in_the_checkpoint(injected: bool) -> None:
+    state, model, optimizer = resumed(lr=1e-5 if injected else 1e-3)
+    for group in state["optimizer"]["param_groups"]:
+        group["initial_lr"], group["lr"] = 1e-3, 5e-4
+    optimizer.load_state_dict(state["optimizer"])
+    train(model, optimizer, has_schedule=False)
+
+
+@control
+def rate_of_a_schedule() -> None:
+    """The schedule has lowered the rate since the optimizer was built, in this run and in the last one."""
+    state, model, optimizer = resumed()
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    state["optimizer"]["param_groups"][0] |= {"initial_lr": 1e-3, "lr": 4e-4}
+    optimizer.load_state_dict(state["optimizer"])
+    schedule.load_state_dict(schedule.state_dict() | {"last_epoch": 50, "_last_lr": [4e-4]})
+    train(model, optimizer, has_schedule=False)
+
+
+@control
+def rate_of_a_warm_up() -> None:
+    """A warm-up has set a small rate as it was built; the state holds the rate that it had reached."""
+    state, model, optimizer = resumed()
+    torch.optim.lr_scheduler.LinearLR(optimizer, 0.01)
+    state["optimizer"]["param_groups"][0] |= {"initial_lr": 1e-3, "lr": 7e-4}
+    optimizer.load_state_dict(state["optimizer"])
+    train(model, optimizer, has_schedule=False)
+
+
+@control
+def rates_of_groups() -> None:
+    """Groups with rates of their own, as the script gives them again."""
+    model = perceptron()
+    groups = [{"params": model[0].parameters(), "lr": 1e-4}, {"params": model[2].parameters()}]
+    state = torch.optim.AdamW(groups, lr=1e-3).state_dict()
+    groups = [{"params": model[0].parameters(), "lr": 1e-4}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3)
+    optimizer.load_state_dict(state)
+    train(model, optimizer)
+
+
+@control
+def rate_set_by_hand() -> None:
+    """The loop sets the rate of every step itself."""
+    state, model, optimizer = resumed(lr=1e-2)
+    optimizer.load_state_dict(state["optimizer"])
+    loop = Loop(model, optimizer, has_schedule=False)
+
+    def set_rate(step: int) -> None:
+        optimizer.param_groups[0]["lr"] = 1e-2 * 0.9**step
+
+    loop.before_step = set_rate
+    loop.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +76,7 @@ def clip_step(loop: Loop) -> None:
     nn.utils.clip_grad_norm_(loop.parameters, 0.1)
 
 
-@fault(rule="clipping_order", severity="warning", step=1, names="tests/faults/silent/gradients.py:")
+@fault(rule="clipping", severity="warning", step=1, names="tests/faults/silent/gradients.py:")
 def clipped_before_backward(injected: bool) -> None:
     loop = Loop(perceptron(), clips="")
     if injected:
@@ -85,7 +86,7 @@ def clipped_before_backward(injected: bool) -> None:
     loop.run()
 
 
-@fault(rule="clipping_order", severity="warning", step=1, names="tests/faults/silent/gradients.py:")
+@fault(rule="clipping", severity="warning", step=1, names="tests/faults/silent/gradients.py:")
 def clipped_behind_clearing(injected: bool) -> None:
     """Gradients are None there, or zero."""
     loop = Loop(perceptron(), clips="", clears="start", microbatches=1)
@@ -334,3 +335,58 @@ def train_checkpointed(last: nn.Module, *, preserves: bool) -> None:
 
     # torch.compile does not preserve the random state by the same means.
     train(forward, parts=(body, head), is_compiled=False)
+
+
+def clipped(parameters: Any, loop: Loop) -> None:
+    loop.before_update = lambda _: (loop.unscale(), nn.utils.clip_grad_norm_(parameters(), 0.1))
+    loop.run()
+
+
+@fault(rule="clipping", severity="error", step=0, names="tests/faults/silent/gradients.py:")
+def clipped_by_an_exhausted_iterator(injected: bool) -> None:
+    loop = Loop(perceptron(), clips="")
+    trained = filter(lambda p: p.requires_grad, loop.parameters)
+    parameters = trained if injected else list(trained)
+    list(parameters)  # what an optimizer does with it
+    clipped(lambda: parameters, loop)
+
+
+@fault(rule="clipping", severity="error", step=0, names="none of which has a gradient")
+def clipped_another_model(injected: bool) -> None:
+    loop, other = Loop(perceptron(), clips=""), perceptron()
+    clipped(other.parameters if injected else lambda: loop.parameters, loop)
+
+
+@control
+def clipped_some_parameters() -> None:
+    """One of two groups, and a parameter that is frozen."""
+    loop, frozen = Loop(perceptron(), clips=""), nn.Parameter(torch.ones(2), requires_grad=False)
+    clipped(lambda: [frozen, *loop.parameters[:2]], loop)
+
+
+@control
+def clipped_gradients_by_hand() -> None:
+    """Tensors of gradients, which have none of their own."""
+    loop = Loop(perceptron(), clips="")
+
+    def clip(_: int) -> None:
+        loop.unscale()
+        gradients = [p.grad for p in loop.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        torch.nn.utils.clip_grads_with_norm_(loop.parameters, 0.1, norm)
+
+    loop.before_update = clip
+    loop.run()
+
+
+@control
+def clipped_a_part_that_no_loss_reached() -> None:
+    """Two parts that are trained in turn, each of which is clipped at its own steps only."""
+    first, second = perceptron(), perceptron()
+    turns = itertools.cycle([first, second])
+
+    def model(x: Tensor) -> Any:
+        return next(turns)(x)
+
+    loop = Loop(model, clips="", parts=[first, second], evaluates=False, averages=False)
+    clipped(lambda: [p for p in loop.parameters if p.grad is not None], loop)

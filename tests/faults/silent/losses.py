@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -198,4 +199,118 @@ def one_prediction_and_several_levels() -> None:
         nn.Linear(4, 1),
         loss_of=lambda out, _: (out - levels).square().mean(),
         loader=DataLoader(pairs(1), batch_size=8, collate_fn=stacked),
+    )
+
+
+def distilled(scores_of: Callable[[Tensor], Tensor], **options: Any) -> None:
+    """Follow the distribution of a teacher by ``kl_div``."""
+    teacher = perceptron(nn.Softmax(dim=1)).requires_grad_(False)
+    train(
+        perceptron(),
+        loss_of=lambda out, x: F.kl_div(scores_of(out), teacher(x).float(), reduction="batchmean", **options),
+        data=lambda count: [(x, x) for x, _ in batches(count)],
+        is_compiled=False,
+    )
+
+
+@fault(rule="loss_input", severity="warning", step=0, kind="kl_of_probabilities", names="`kl_div` is given")
+def kl_div_of_probabilities(injected: bool) -> None:
+    distilled(lambda out: out.softmax(1) if injected else out.log_softmax(1))
+
+
+@control
+def kl_div_of_mixed_logarithms() -> None:
+    """The input is the logarithm of a mean of probabilities."""
+    distilled(lambda out: (0.5 * out.softmax(1) + 0.5 / 3).log())
+
+
+@control
+def kl_div_of_measures() -> None:
+    """Logarithms of values that do not add up to 1, some of which exceed 1."""
+    distilled(lambda out: out)
+
+
+@control
+def kl_div_and_cross_entropy() -> None:
+    """Distillation with both losses, each of which gets what it expects."""
+    teacher = perceptron(nn.Softmax(dim=1)).requires_grad_(False)
+
+    def loss_of(out: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor:
+        x, y = pair
+        soft = F.kl_div(out.log_softmax(1), teacher(x).float(), reduction="batchmean")
+        return F.cross_entropy(out, y) + soft
+
+    train(
+        perceptron(),
+        loss_of=loss_of,
+        data=lambda count: [(x, (x, y)) for x, y in batches(count)],
+        is_compiled=False,
+    )
+
+
+@fault(rule="loss_input", severity="error", step=0, kind="one_output", names="over a single class")
+def cross_entropy_over_one_class(injected: bool) -> None:
+    outputs = 1 if injected else 2
+    train(nn.Linear(4, outputs), loss_of=lambda out, y: F.cross_entropy(out, y.clamp(max=outputs - 1)))
+
+
+@fault(rule="loss_input", severity="error", step=0, kind="one_output", names="over a single class")
+def cross_entropy_over_one_class_of_pixels(injected: bool) -> None:
+    outputs = 1 if injected else 2
+    train(
+        nn.Conv2d(1, outputs, 3, padding=1),
+        loss_of=F.cross_entropy,
+        data=lambda count: (
+            (torch.randn(2, 1, 6, 6), torch.randint(0, outputs, (2, 6, 6))) for _ in range(count)
+        ),
+    )
+
+
+@control
+def one_output_and_a_binary_loss() -> None:
+    train(
+        nn.Linear(4, 1),
+        loss_of=lambda out, y: F.binary_cross_entropy_with_logits(out[:, 0], (y > 0).float()),
+    )
+
+
+@control
+def attention_over_one_key() -> None:
+    """A softmax over one value inside of the model is what a sequence of length 1 has."""
+    model = nn.MultiheadAttention(4, 1, batch_first=True)
+    train(
+        lambda x: model(x[:, None], x[:, None], x[:, None])[0][:, 0],
+        parts=[model],
+        loss_of=F.cross_entropy,
+    )
+
+
+def masked(share: float, first: int = 0) -> Callable[[int], Iterator[tuple[Tensor, Tensor]]]:
+    """Return batches of which a share of the targets is ignored, and all of them in the first so many."""
+
+    def data(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(count):
+            x, y = torch.randn(64, 4), torch.randint(0, 3, (64,))
+            ignored = torch.arange(64) < (64 if number < first else int(64 * share))
+            yield x, y.masked_fill(ignored, -100)
+
+    return data
+
+
+@fault(rule="loss_input", severity="error", step=3, kind="no_target", names="all of them are ignored")
+def every_target_ignored(injected: bool) -> None:
+    train(
+        perceptron(),
+        loss_of=lambda out, y: F.cross_entropy(out, y, reduction="sum") / 64,
+        data=masked(1.0 if injected else 0.9),
+    )
+
+
+@control
+def first_targets_ignored() -> None:
+    """Batches without a target, before others with some."""
+    train(
+        perceptron(),
+        loss_of=lambda out, y: F.cross_entropy(out, y, reduction="sum") / 64,
+        data=masked(0.5, first=3),
     )

@@ -42,7 +42,7 @@ def test_every_fact_is_read_back_as_it_was(tmp_path: Path) -> None:
             facts.append(kind(**{**values, "step": step}))
             writer.event(step, kind.event, encode(facts[-1]))
         writer.event(0, Fact.event, {"rule": "of a newer release"})
-        writer.event(0, Fact.event, {"rule": "clipping_order"})  # a field is missing
+        writer.event(0, Fact.event, {"rule": "clipping"})  # a field is missing
     run = open_run(tmp_path / "run")
     assert [fact for event in run.events() if (fact := decode(event)) is not None] == facts
     for fact in facts:

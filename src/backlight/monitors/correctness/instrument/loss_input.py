@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.capture.batches import tensors
-from backlight.capture.functional_calls import CrossEntropyCalls
+from backlight.capture.functional_calls import LossCalls
 from backlight.capture.hub import HUB
 from backlight.capture.loss_graph import (
     CLASS_LOSSES,
@@ -148,7 +148,9 @@ def _below_nll(inputs: Sequence[Node | None], step: int) -> Iterator[Fact]:
 def _dimension(node: Node, step: int) -> Iterator[Fact]:
     """Find log-probabilities that add up over another dimension than that of the classes, the second one."""
     shape, dimension = shape_of(node), getattr(node, "_saved_dim", None)
-    if shape is not None and dimension is not None and len(shape) > 1:
+    if shape is not None and len(shape) > 1 and shape[1] == 1:
+        yield facts.OneOutput(step, list(shape))
+    elif shape is not None and dimension is not None and len(shape) > 1:
         # torch hands out the dimension without its sign.
         dimension = (dimension - 2**64 if dimension >= 2**63 else dimension) % len(shape)
         if dimension != 1:
@@ -204,6 +206,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-6}
 
 HALF_TOLERANCE = 2e-2
 
+CROSS_ENTROPY = "cross_entropy_loss"
+
 PROBABILITY_STEPS = 2
 """Steps at which that is so before it is reported."""
 
@@ -212,7 +216,7 @@ SHOWN_BY_THE_GRAPH = (facts.SoftmaxTwice, facts.SigmoidBeforeSoftmax)
 
 
 class Probabilities(Check):
-    """Whether every row that cross-entropy gets is in [0, 1] and adds up to 1.
+    """Whether every row that cross-entropy, or ``kl_div``, gets is in [0, 1] and adds up to 1.
 
     The graph shows a softmax right before the loss; a mixture of several shows in its values only.
     """
@@ -220,10 +224,11 @@ class Probabilities(Check):
     name = "probabilities"
 
     def _start(self) -> None:
-        self._calls = CrossEntropyCalls()
+        self._calls = LossCalls()
         self._left = LOOKS
         self._readings: list[tuple[float, list[Tensor]]] = []  # tolerance, lowest value, extent of the sums
         self._steps: list[int] = []  # at which all inputs were probabilities
+        self._functions: set[str] = set()
 
     def forget(self) -> None:
         """Observe no longer."""
@@ -240,13 +245,16 @@ class Probabilities(Check):
         if self._left and self.run.scope.holds(optimizer):
             self._calls.start()
 
-    def cross_entropy(self, inputs: Tensor) -> None:
+    def loss_given(self, function: str, inputs: Tensor) -> None:
         """Compare each row of the input with a distribution."""
-        if inputs.ndim < 2 or inputs.shape[1] < 2 or not inputs.is_floating_point() or not inputs.numel():
+        classes = 1 if function == CROSS_ENTROPY else -1
+        is_table = inputs.ndim > 1 and inputs.shape[classes] > 1 and inputs.numel() > 0
+        if not is_table or not inputs.is_floating_point():
             return
         with torch.no_grad():
             values = inputs.detach().float()
-            extent = [values.amin(), *torch.aminmax(values.sum(1))]
+            extent = [values.amin(), *torch.aminmax(values.sum(classes))]
+            self._functions.add(function)
             self._readings.append((TOLERANCE.get(inputs.dtype, HALF_TOLERANCE), extent))
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
@@ -271,11 +279,15 @@ class Probabilities(Check):
             self._steps.append(step)
             is_first = len(self._steps) == PROBABILITY_STEPS
             for at in self._steps if is_first else self._steps[PROBABILITY_STEPS:][-1:]:
-                self.report(facts.ProbabilitiesGiven(at))
+                is_class_loss = CROSS_ENTROPY in self._functions
+                self.report((facts.ProbabilitiesGiven if is_class_loss else facts.KlOfProbabilities)(at))
 
 
 CLASS_STEPS = 8
 """Steps whose targets are one class before it is reported."""
+
+IGNORED_STEPS = 4
+"""Steps all of whose targets are ignored, from the first loss on, before that is reported."""
 
 TARGETS = 1000
 """The same for targets: of a class of 1 %, one in 23,000 data sets shows none among so many."""
@@ -293,7 +305,7 @@ class LossTargets(Check):
     def _start(self) -> None:
         self._class: int | None = None
         self._is_classified = False
-        self._steps = self._targets = 0
+        self._steps = self._targets = self._ignored = self._ignored_steps = 0
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Compare the targets of the losses below."""
@@ -317,7 +329,10 @@ class LossTargets(Check):
         extents[:, 2] = sizes - extents[:, 2]
         extents = extents[extents[:, 2] > 0]
         if not len(extents):
+            self._note_ignored(step, sum(sizes))
             return
+        if self._ignored_steps >= IGNORED_STEPS and not self._steps:
+            self.report(facts.TargetsCount(step))
         self._class = int(extents[0, 0]) if self._class is None else self._class
         is_reported = self._is_due()
         is_over = bool((extents[:, :2] != self._class).any())
@@ -329,6 +344,14 @@ class LossTargets(Check):
             self.report(facts.SeveralClasses(step))
         if is_over:
             HUB.remove(self)
+
+    def _note_ignored(self, step: int, targets: int) -> None:
+        """Report losses of ignored targets alone, as long as no target has counted."""
+        self._ignored_steps += 1
+        self._ignored += targets
+        steps = self._ignored_steps
+        if not self._steps and steps >= IGNORED_STEPS and steps & (steps - 1) == 0:
+            self.report(facts.NoTarget(step, self._ignored, steps))
 
     def _is_due(self) -> bool:
         return self._steps >= CLASS_STEPS and self._targets >= TARGETS

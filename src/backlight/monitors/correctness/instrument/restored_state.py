@@ -66,6 +66,24 @@ class _Matrix(NamedTuple):
     size: int
 
 
+@dataclass
+class _Rates:
+    """Learning rates of the groups of an optimizer: as it was made, and as a state has set them."""
+
+    made: list[float | None]
+    loaded: list[float | None] | None = None
+    line: str = ""
+
+
+def _rates(optimizer: torch.optim.Optimizer) -> list[float | None]:
+    return [_number(group.get("lr")) for group in optimizer.param_groups]
+
+
+def _number(value: Any) -> float | None:
+    """Return a rate that is a plain number: to read a tensor may wait for a device."""
+    return float(value) if isinstance(value, (int, float)) else None
+
+
 class RestoredState(Check):
     """Compares a checkpoint that is loaded with what the training run begins with."""
 
@@ -77,6 +95,7 @@ class RestoredState(Check):
         self._begun: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._loaded = TensorSet()  # parameters that a state was loaded into
         self._values: list[tuple[Snapshot, list[_Matrix]]] = []
+        self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Rates] = weakref.WeakKeyDictionary()
         self._refused: list[tuple[weakref.ref[nn.Module], facts.NothingLoaded]] = []
         self._tied: set[tuple[tuple[str, ...], int]] = set()  # names of one tensor in a checkpoint
         self._untied: list[tuple[tuple[weakref.ref[Tensor], ...], facts.UntiedWhenLoaded]] = []
@@ -92,8 +111,14 @@ class RestoredState(Check):
                 settings = tuple(_settings(group) for group in state["param_groups"])
                 self._states = [*self._states, _SavedState(settings, shapes, user_line())][-MAX_STATES:]
 
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the learning rates that the script has given."""
+        self._rates[optimizer] = _Rates(_rates(optimizer))
+
     def optimizer_loaded(self, optimizer: torch.optim.Optimizer, state: Any, result: Any) -> None:
         """The states of this size have been used."""
+        if (rates := self._rates.get(optimizer)) is not None:
+            rates.loaded, rates.line = _rates(optimizer), str(user_line() or "")
         count = len(parameters_of(optimizer))
         self._states = [saved for saved in self._states if len(saved.shapes) != count]
 
@@ -130,6 +155,7 @@ class RestoredState(Check):
         self._begun.add(optimizer)
         parameters = parameters_of(optimizer)
         self._report_state(optimizer, parameters)
+        self._report_rate(optimizer)
         if not self.run.clock.done:
             self._report_refused({id(p) for p in parameters})
             self._report_values({id(p) for p in parameters})
@@ -145,6 +171,19 @@ class RestoredState(Check):
                 kind, line = type(optimizer).__name__, str(saved.line or "")
                 self.report(facts.OptimizerState(self.step, kind, len(parameters), line))
                 self._states.remove(saved)
+                return
+
+    def _report_rate(self, optimizer: torch.optim.Optimizer) -> None:
+        """Report rates of a checkpoint that replaced those of the script, and that no schedule explains."""
+        rates = self._rates.pop(optimizer, None)
+        if rates is None or rates.loaded is None or _rates(optimizer) != rates.loaded:
+            return
+        for built, loaded, group in zip(rates.made, rates.loaded, optimizer.param_groups, strict=False):
+            # A schedule keeps where it began: that is the rate which a script of the same settings gives.
+            first = _number(group.get("initial_lr"))
+            if built is not None and loaded is not None and built != (loaded if first is None else first):
+                kind = type(optimizer).__name__
+                self.report(facts.RateReplaced(self.step, kind, built, loaded, rates.line))
                 return
 
     def _report_refused(self, trained: set[int]) -> None:

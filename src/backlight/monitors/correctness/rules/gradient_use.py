@@ -162,21 +162,50 @@ class DiscardedBackwards(Fact, rule="gradients_discarded", kind="backward"):
 
 
 @dataclass(frozen=True)
-class ClippingOrderLimits(Limits, monitor="correctness"):
-    """Limits of the rule ``clipping_order``."""
+class ClippingLimits(Limits, monitor="correctness"):
+    """Limits of the rule ``clipping``."""
 
     early_clips: int = limit(3, "steps at which it happened: a loop may clip once before it starts", low=1)
+    empty_clips: int = limit(2, "steps at which nothing was clipped", low=1)
 
 
-class EarlyClip(Fact, rule="clipping_order"):
+class EmptyClip(Fact, rule="clipping", kind="empty"):
+    """Clipping was given ``count`` parameters, none of which has a gradient, and others have one."""
+
+    line: str
+    count: int
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        where = f" at {self.line}" if self.line else ""
+        what = f"{self.count} parameters, none of which has a gradient" if self.count else "no parameter"
+        return self.finding(
+            "Clipping is given nothing to clip",
+            f"At {observed(facts)} the clipping{where} was given {what}, while the parameters of the "
+            "optimizer have gradients. The optimizer used gradients that were not clipped.",
+            severity=Severity.ERROR,
+            line=self.line,
+            evidence=(self.count, "parameters"),
+            fix=(
+                "Give it the parameters that are trained, as a list: an iterator, such as `filter(...)` or "
+                "`model.parameters()` in a variable, is empty once the optimizer has read it."
+            ),
+            refuted_if="a parameter that is clipped at that line has a gradient.",
+        )
+
+
+class EarlyClip(Fact, rule="clipping", kind="early"):
     """A clipping came before the gradients of its step."""
 
     line: str
 
 
-@rule("clipping_order", monitor="correctness", limits=ClippingOrderLimits)
-def clipping_order(run: Run, limits: ClippingOrderLimits) -> Iterator[Finding]:
-    """Find clipping that comes before the gradients that it is to clip."""
+@rule("clipping", monitor="correctness", limits=ClippingLimits)
+def clipping(run: Run, limits: ClippingLimits) -> Iterator[Finding]:
+    """Find clipping of nothing, and clipping that comes before the gradients that it is to clip."""
+    empty = facts_of(run, EmptyClip)
+    if len(steps_of(empty)) >= limits.empty_clips:
+        yield finding_on(empty)
+        return
     facts = facts_of(run, EarlyClip)
     if len(steps_of(facts)) < limits.early_clips:
         return

@@ -17,7 +17,8 @@ def loss_input(run: Run, _limits: Limits) -> Iterator[Finding]:
     """Find losses whose first nodes show an input that the loss function does not expect."""
     for kind in _Misuse.__subclasses__():
         facts = facts_of(run, kind)
-        if facts and not (kind is OneClass and facts_of(run, SeveralClasses)):
+        ended = _ENDED_BY.get(kind)
+        if facts and not (ended is not None and facts_of(run, ended)):
             yield finding_on(facts)
 
 
@@ -64,6 +65,53 @@ class ProbabilitiesGiven(_Misuse, rule="loss_input", kind="probabilities"):
     )
     fix = "Use `F.nll_loss(torch.log(p), target)` on the probabilities `p`, or mix the logits."
     refuted_if = "a row of the input does not add up to 1."
+
+
+class KlOfProbabilities(_Misuse, rule="loss_input", kind="kl_of_probabilities"):
+    """All values that ``kl_div`` was given as its input were probabilities."""
+
+    title = "`kl_div` is given probabilities where it expects their logarithms"
+    detail = (
+        "At {steps} steps every row of its input was between 0 and 1 and added up to 1. `kl_div(input, "
+        "target)` computes `target * (log(target) - input)`: of probabilities it has no minimum where both "
+        "agree, and may fall below 0."
+    )
+    fix = "Give it `log_softmax(scores, -1)` as the input; the target stays probabilities."
+    refuted_if = "a row of the input has a value below 0."
+
+
+class OneOutput(_Misuse, rule="loss_input", kind="one_output"):
+    """The softmax of the loss runs over one class."""
+
+    shape: list[int]
+
+    severity = Severity.ERROR
+    title = "Cross-entropy over a single class is always 0"
+    detail = (
+        "The log-softmax of shape {shape} has one class: its probability is 1 whatever the output is, so "
+        "that the loss and every gradient are 0."
+    )
+    fix = "Use `binary_cross_entropy_with_logits` for one output, or give the model one output per class."
+    refuted_if = "dimension 1 of the input of the loss is larger than 1."
+
+
+class NoTarget(_Misuse, rule="loss_input", kind="no_target"):
+    """All ``targets`` of so many losses are ignored."""
+
+    targets: int
+    losses: int
+
+    severity = Severity.ERROR
+    title = "Not one target counts: all of them are ignored"
+    detail = (
+        "All {targets:,} targets of the first {losses} steps have the value that the loss ignores "
+        "(`ignore_index`, -100). The model learns nothing, whatever the loss shows."
+    )
+    fix = (
+        "Look at the labels of one batch: a template or an answer that the collator does not find in the "
+        "tokens, a prompt that fills the whole length, or padding set to -100 where it is also a token."
+    )
+    refuted_if = "a batch has a target that counts."
 
 
 class SigmoidBeforeSoftmax(_Misuse, rule="loss_input", kind="sigmoid_before_softmax"):
@@ -181,6 +229,14 @@ class DifferentSizes(_Misuse, rule="loss_input", kind="sizes"):
 
 class SeveralClasses(Fact, rule="loss_input", kind="several_classes"):
     """A target of another class came after :class:`OneClass` was reported."""
+
+
+class TargetsCount(Fact, rule="loss_input", kind="targets_count"):
+    """A target that counts came after :class:`NoTarget` was reported."""
+
+
+_ENDED_BY: dict[type[Fact], type[Fact]] = {OneClass: SeveralClasses, NoTarget: TargetsCount}
+"""Facts that hold until another one is recorded."""
 
 
 class LossWithoutParameters(Fact, rule="no_gradient", kind="leaf"):

@@ -16,7 +16,7 @@ from backlight.text import count
 
 @rule("not_restored", monitor="correctness")
 def not_restored(run: Run, _limits: Limits) -> Iterator[Finding]:
-    """Find states that match nothing, overwritten weights, optimizers that start anew, and lost ties."""
+    """Find states that match nothing, overwritten weights and rates, lost states, and lost ties."""
     yield from findings_by_kind(run, "not_restored")
 
 
@@ -82,6 +82,33 @@ class OptimizerState(Fact, rule="not_restored", kind="optimizer_state"):
             refuted_if=(
                 "a new training run begins here with these weights, and not the one that was interrupted."
             ),
+        )
+
+
+class RateReplaced(Fact, rule="not_restored", kind="rate"):
+    """``load_state_dict`` replaced the learning rate that an optimizer was built with."""
+
+    optimizer: str
+    built: float
+    loaded: float
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        built, loaded = phrases.number(self.built), phrases.number(self.loaded)
+        return self.finding(
+            f"The learning rate of the checkpoint, {loaded}, replaces that of the script, {built}",
+            f"{self.optimizer} was built with a learning rate of {built}. Its `load_state_dict`"
+            f"{_at(self.line)} set it to {loaded}, as it was saved, and no schedule began at {built}: the "
+            f"first step is taken with {loaded}.",
+            line=self.line,
+            # A rate that a loop lowers by hand is saved lower than it began.
+            severity=Severity.WARNING if self.loaded > self.built else Severity.INFO,
+            evidence=(self.loaded, "learning rate"),
+            fix=(
+                'Set `group["lr"]` of each group after `load_state_dict`, or build the optimizer with the '
+                "rate that the run is to go on with."
+            ),
+            refuted_if="the training run is to go on with the rate of the checkpoint.",
         )
 
 

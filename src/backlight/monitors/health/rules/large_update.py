@@ -72,7 +72,7 @@ class UpdateLimits(Limits, monitor="health"):
 
 @rule(
     "large_update", monitor="health", limits=UpdateLimits, needs=("update",), is_statistic=True,
-    explained_by=("gradients_not_cleared", "mixed_precision", "weights_changed"),
+    explained_by=("gradients_not_cleared", "clipping", "mixed_precision", "weights_changed"),
 )  # fmt: skip
 def large_update(run: Run, limits: UpdateLimits) -> Iterator[Finding]:
     """Find steps that overwrite the weights or blow them up, else matrices whose updates stay large.

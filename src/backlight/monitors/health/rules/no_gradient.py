@@ -72,6 +72,9 @@ class NoGradientLimits(MembershipLimits):
         "after one or two steps",
         low=1,
     )
+    zero_everything: int = limit(
+        8, "the same where no parameter ever had another value: then no branch can come alive", low=2
+    )
     ceased_before: int = limit(
         20,
         "recorded steps, all with a gradient, before the last ones without one: not a branch taken by chance",
@@ -330,10 +333,14 @@ def _zero(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
         return measured & (zero == size), measured
 
     streaks_P, ever_P = ending_streaks(marks, len(zeros.steps), len(zeros.names), limits.zero_window)
-    dead = np.flatnonzero(streaks_P >= limits.zero_window)
+    whole = int(ever_P.sum())
+    steps_P = zeros.measured.sum(axis=0)
+    if ((streaks_P == steps_P) & (streaks_P >= limits.zero_everything))[ever_P].all():
+        dead = np.flatnonzero(ever_P)
+    else:
+        dead = np.flatnonzero(streaks_P >= limits.zero_window)
     if len(dead) == 0:
         return
-    whole = int(ever_P.sum())
     scalars = {i: int(sizes.values[:, i].max()) for i in dead.tolist()}
     order = phrases.loudest(scalars, lambda i: float(scalars[i]))
     worst = order[0]
