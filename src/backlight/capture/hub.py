@@ -158,6 +158,9 @@ class Listener:
     def optimizer_loaded(self, optimizer: torch.optim.Optimizer, state: Any, result: Any) -> None:
         """``optimizer.load_state_dict(state)`` has returned."""
 
+    def schedule_made(self, schedule: Any, steps_per_epoch: int | None) -> None:
+        """``schedule`` has just been constructed, a OneCycleLR perhaps with its ``steps_per_epoch``."""
+
     def schedule_end(self, schedule: Any) -> None:
         """``schedule.step()`` is over."""
 

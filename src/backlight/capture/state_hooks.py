@@ -6,6 +6,7 @@ Not captured: a script that imported ``load`` by name before watching began, and
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,17 @@ def install_modes(hub: Hub, patches: Patches) -> None:
 
 
 def install_schedules(hub: Hub, patches: Patches) -> None:
-    """Report every step of a schedule that a script takes; the one in its construction is none."""
+    """Report new schedules, and every step that a script takes; the one in its construction is none."""
+
+    def wrap_init(original: Any) -> Any:
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+            original(self, *args, **kwargs)
+            if hub.active and not torch.compiler.is_compiling():
+                # A OneCycleLR keeps only the product of its arguments.
+                hub.emit("schedule_made", self, sys._getframe(1).f_locals.get("steps_per_epoch"))
+
+        return __init__
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
@@ -88,6 +99,7 @@ def install_schedules(hub: Hub, patches: Patches) -> None:
         return step
 
     patches.replace(LRScheduler, "step", wrap)
+    patches.replace(LRScheduler, "__init__", wrap_init)
 
 
 def install_autocast(hub: Hub, patches: Patches) -> None:

@@ -8,11 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch.optim.lr_scheduler import (
     CosineAnnealingLR,
+    CosineAnnealingWarmRestarts,
     ExponentialLR,
     LambdaLR,
+    LinearLR,
     LRScheduler,
     MultiStepLR,
     OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
 )
 from torch.utils.data import DataLoader
 
@@ -21,18 +25,25 @@ from faults.silent.loop import Loop, control, fault, perceptron
 
 STEPS = 12
 EPOCHS = 2
+LONG = 5
 
 
 def scheduled(
-    make: Callable[[torch.optim.Optimizer], LRScheduler], *, per_batch: bool, before: bool = False
+    make: Callable[[torch.optim.Optimizer], LRScheduler],
+    *,
+    per_batch: bool,
+    before: bool = False,
+    epochs: int = EPOCHS,
 ) -> None:
-    """Train for two epochs of 12 steps with a schedule."""
+    """Train for some epochs of 12 steps with a schedule."""
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = make(optimizer)
-    loop = Loop(model, optimizer, epochs=EPOCHS, has_schedule=False)
+    loop = Loop(model, optimizer, epochs=epochs, has_schedule=False)
     loop.loader = DataLoader(samples(8 * STEPS * loop.habits.microbatches), batch_size=8, shuffle=True)
-    if not per_batch:
+    if isinstance(schedule, ReduceLROnPlateau):
+        loop.after_epoch = lambda _: schedule.step(1.0)
+    elif not per_batch:
         loop.after_epoch = lambda _: schedule.step()
     elif before:
         loop.before_update = lambda _: schedule.step()
@@ -54,6 +65,82 @@ def decay_of_epochs_stepped_per_batch(injected: bool) -> None:
 @fault(rule="schedule", kind="before_optimizer", severity="info", step=0, names="LambdaLR")
 def schedule_before_the_optimizer(injected: bool) -> None:
     scheduled(lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step), per_batch=True, before=injected)
+
+
+def one_cycle_of_epochs(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, 0.1, epochs=LONG, steps_per_epoch=STEPS)
+
+
+@fault(rule="schedule", kind="per_epoch", severity="warning", step=2 * STEPS, names="`steps_per_epoch=12`")
+def one_cycle_stepped_per_epoch(injected: bool) -> None:
+    scheduled(one_cycle_of_epochs, per_batch=not injected, epochs=LONG)
+
+
+def one_cycle_of_total_steps(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    return OneCycleLR(optimizer, 0.1, total_steps=LONG * STEPS)
+
+
+@fault(rule="schedule", kind="per_epoch", severity="warning", step=LONG * STEPS, names="for 60 steps")
+def one_cycle_of_total_steps_stepped_per_epoch(injected: bool) -> None:
+    scheduled(one_cycle_of_total_steps, per_batch=not injected, epochs=LONG)
+
+
+@fault(rule="schedule", kind="per_epoch", severity="info", step=LONG * STEPS, names="for 60 steps")
+def cosine_of_all_steps_stepped_per_epoch(injected: bool) -> None:
+    scheduled(lambda one: CosineAnnealingLR(one, LONG * STEPS), per_batch=not injected, epochs=LONG)
+
+
+def warm_up_and_cosine(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    parts = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, LONG - 2)]
+    return SequentialLR(optimizer, parts, [2])
+
+
+PER_EPOCH: dict[str, tuple[Callable[[torch.optim.Optimizer], LRScheduler], int]] = {
+    "cosine_of_epochs": (lambda one: CosineAnnealingLR(one, LONG), LONG),
+    "cosine_of_epochs_that_is_stopped_early": (lambda one: CosineAnnealingLR(one, 50), LONG),
+    "one_cycle_of_epochs_alone": (lambda one: OneCycleLR(one, 0.1, total_steps=LONG), LONG),
+    "one_cycle_of_one_step_per_epoch": (
+        lambda one: OneCycleLR(one, 0.1, epochs=LONG, steps_per_epoch=1),
+        LONG,
+    ),
+    "one_cycle_that_is_stopped_early": (lambda one: OneCycleLR(one, 0.1, total_steps=100), LONG),
+    "warm_restarts": (lambda one: CosineAnnealingWarmRestarts(one, T_0=LONG * STEPS), LONG),
+    "plateau": (lambda one: ReduceLROnPlateau(one, patience=2), LONG),
+    "steps_of_epochs": (lambda one: MultiStepLR(one, [2, 4]), LONG),
+    "function_of_epochs": (lambda one: LambdaLR(one, lambda epoch: 1 / (1 + epoch)), LONG),
+    "warm_up_of_epochs": (warm_up_and_cosine, LONG),
+}
+"""Sound schedules that take one step per epoch, and epochs."""
+
+
+def _per_epoch_control(name: str) -> None:
+    def loop() -> None:
+        make, epochs = PER_EPOCH[name]
+        scheduled(make, per_batch=False, epochs=epochs)
+
+    loop.__name__ = name
+    control(loop)
+
+
+for one in PER_EPOCH:
+    _per_epoch_control(one)
+
+
+@control
+def one_cycle_with_gradient_accumulation() -> None:
+    """Its arguments count batches, of which the optimizer takes four per step."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = OneCycleLR(optimizer, 0.1, epochs=LONG, steps_per_epoch=4 * STEPS)
+    loop = Loop(model, optimizer, epochs=LONG, microbatches=4, has_schedule=False)
+    loop.loader = DataLoader(samples(8 * STEPS * 4), batch_size=8, shuffle=True)
+    loop.after_update = lambda _: schedule.step()
+    loop.run()
+
+
+@control
+def one_cycle_that_is_stopped_after_two_epochs() -> None:
+    scheduled(lambda one: OneCycleLR(one, 0.1, epochs=9, steps_per_epoch=STEPS), per_batch=True, epochs=3)
 
 
 @control

@@ -4,17 +4,40 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStepLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, MultiStepLR, OneCycleLR, StepLR
 
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.loader_batches import length
-from backlight.monitors.correctness.rules.schedule_steps import BeforeOptimizer, PerBatch
+from backlight.monitors.correctness.rules.schedule_steps import (
+    BeforeOptimizer,
+    PerBatch,
+    PerEpoch,
+    SeveralSteps,
+)
 
 DECAY = 1e-3
 """Share of the first learning rate, below which a schedule has ended."""
+
+
+EPOCHS = 2
+"""Epochs, by the arguments of a schedule, after which its steps are compared with those of the optimizer."""
+
+TAKEN_SHARE = 0.25
+"""Share of its steps above which a schedule that ends with the run is not one of epochs."""
+
+
+@dataclass(frozen=True)
+class _Length:
+    """Steps that a schedule was created for, in an epoch as well (0 if unknown), and when it was created."""
+
+    steps: int
+    in_epoch: int
+    begin: int
+    first: int
 
 
 class ScheduleSteps(Check):
@@ -28,8 +51,11 @@ class ScheduleSteps(Check):
 
     def _start(self) -> None:
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of schedules
+        self._several: weakref.WeakSet[Any] = weakref.WeakSet()
         self._reported: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizer_steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+        self._lengths = weakref.WeakKeyDictionary[Any, _Length]()
+        self._since: dict[int, tuple[int, int]] = {}  # steps since that of the optimizer, and before that
         self._epoch: tuple[int, int, int] | None = None  # sampler, batches, and number of the batch
         self._epochs: dict[int, int] = {}
         self._has_loaded = False
@@ -37,6 +63,12 @@ class ScheduleSteps(Check):
     def state_loaded(self, module: torch.nn.Module, state: Mapping[str, Any], result: Any) -> None:
         """Earlier steps of the schedule may be made up for."""
         self._has_loaded = True
+
+    def schedule_made(self, schedule: Any, steps_per_epoch: int | None) -> None:
+        """Note for how many steps it was created."""
+        steps = getattr(schedule, "total_steps", getattr(schedule, "T_max", None))
+        if isinstance(schedule, (CosineAnnealingLR, OneCycleLR)) and isinstance(steps, int):
+            self._lengths[schedule] = _Length(steps, steps_per_epoch or 0, self.step, schedule.last_epoch)
 
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
         """Note how far the epoch is."""
@@ -48,6 +80,25 @@ class ScheduleSteps(Check):
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Count, and compare with the schedules that were there first."""
         self._count(optimizer)
+        for schedule, planned in list(self._lengths.items()):
+            taken, updates = schedule.last_epoch - planned.first, self.step - planned.begin
+            is_late = planned.in_epoch > 1 and updates >= EPOCHS * planned.in_epoch
+            if schedule.optimizer is optimizer and is_late and 0 < taken <= updates // planned.in_epoch:
+                self._report_per_epoch(schedule, planned, updates)
+
+    def forget(self) -> None:
+        """Compare at the end of the run: an optimizer took as many steps as a schedule was created for."""
+        for schedule, planned in list(self._lengths.items()):
+            taken, updates = schedule.last_epoch - planned.first, self.run.clock.done - planned.begin
+            if abs(updates - planned.steps) <= 1 and 0 < taken <= TAKEN_SHARE * planned.steps:
+                self._report_per_epoch(schedule, planned, updates)
+
+    def _report_per_epoch(self, schedule: Any, planned: _Length, updates: int) -> None:
+        is_followed = self.run.scope.holds(schedule.optimizer) and self.run.scope.alone()
+        del self._lengths[schedule]
+        if is_followed and not self._has_loaded:
+            name, taken = type(schedule).__name__, schedule.last_epoch - planned.first
+            self.report(PerEpoch(self.step, name, taken, planned.steps, updates, planned.in_epoch))
 
     def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """A step that the scaler skips is one that the script takes."""
@@ -58,6 +109,12 @@ class ScheduleSteps(Check):
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
         steps = self._optimizer_steps.get(optimizer, 0)
         self._optimizer_steps[optimizer] = steps + 1
+        for schedule in [s for s in self._steps if s.optimizer is optimizer]:
+            now, before = self._since.get(id(schedule), (0, 0))
+            self._since[id(schedule)] = (0, now)
+            if now == before > 1 and schedule not in self._several:
+                self._several.add(schedule)
+                self.record(SeveralSteps(self.step, type(schedule).__name__, now, self.run.world_size))
         if steps or optimizer in self._reported:
             return
         self._reported.add(optimizer)
@@ -68,6 +125,8 @@ class ScheduleSteps(Check):
     def schedule_end(self, schedule: Any) -> None:
         """Compare the schedule with the epoch."""
         steps = self._steps[schedule] = self._steps.get(schedule, 0) + 1
+        now, before = self._since.get(id(schedule), (0, 0))
+        self._since[id(schedule)] = (now + 1, before)
         optimizer = schedule.optimizer
         if schedule in self._reported or self._epoch is None or self._has_loaded or steps < 2:
             return

@@ -12,7 +12,7 @@ from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.findings.phrases import optimizer_name
 from backlight.findings.recorded_steps import step_weights
-from backlight.monitors.correctness.model.facts import Fact, facts_by_kind, finding_on
+from backlight.monitors.correctness.model.facts import Fact, facts_by_kind, facts_of, finding_on
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -80,19 +80,64 @@ class PerBatch(Fact, rule="schedule", kind="per_batch"):
         )
 
 
-@rule("schedule", monitor="correctness", version=2, limits=ScheduleLimits)
+class PerEpoch(Fact, rule="schedule", kind="per_epoch"):
+    """A schedule of ``length`` steps took few of them in ``updates`` steps of its optimizer.
+
+    ``in_epoch`` are those of an epoch by its arguments; 0 where the run ended after ``length`` steps.
+    """
+
+    schedule: str
+    taken: int
+    length: int
+    updates: int
+    in_epoch: int
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        created = f" with `steps_per_epoch={self.in_epoch}`" if self.in_epoch else ""
+        until = "By step" if self.in_epoch else "Until the end of the run, at step"
+        is_clear = bool(self.in_epoch) or self.schedule == "OneCycleLR"
+        return self.finding(
+            f"{self.schedule} took {self.taken:,} steps, the optimizer {self.updates:,}",
+            f"{self.schedule} was created{created} for {self.length:,} steps. {until} {self.step:,} the "
+            f"optimizer has taken {self.updates:,}, and `{self.schedule}.step()` was called {self.taken:,} "
+            "times, as a schedule of epochs: the learning rate has hardly left its first value.",
+            severity=Severity.WARNING if is_clear else Severity.INFO,
+            evidence=(self.taken, "steps of the schedule"),
+            fix=(
+                "Call `scheduler.step()` after each `optimizer.step()`. With Lightning, return "
+                '`{"scheduler": scheduler, "interval": "step"}` from `configure_optimizers`.'
+            ),
+            refuted_if=f"the schedule is to last {self.length:,} epochs, and the run was to be longer.",
+        )
+
+
+class SeveralSteps(Fact, event="schedule_steps"):
+    """A schedule takes ``count`` steps per step of its optimizer, in a job of so many processes."""
+
+    schedule: str
+    count: int
+    processes: int
+
+    def __str__(self) -> str:
+        reason = " It steps once per process." if self.count == self.processes else ""
+        return f" `{self.schedule}.step()` is called {self.count} times per step of the optimizer.{reason}"
+
+
+@rule("schedule", monitor="correctness", version=3, limits=ScheduleLimits)
 def schedule(run: Run, limits: ScheduleLimits) -> Iterator[Finding]:
     """Find schedules that take a step before the optimizer, run out in an epoch, or long before the end."""
     groups = facts_by_kind(run, "schedule")
     for facts in groups:
         for name in dict.fromkeys(fact.schedule for fact in facts):
             yield finding_on([next(fact for fact in facts if fact.schedule == name)])
-    if not any(isinstance(facts[0], PerBatch) for facts in groups):
+    if not any(isinstance(facts[0], (PerBatch, PerEpoch)) for facts in groups):
         yield from _decayed(run, limits)
 
 
 def _decayed(run: Run, limits: ScheduleLimits) -> Iterator[Finding]:
     """Find optimizers all of whose learning rates have decayed to nothing while they take further steps."""
+    several = next(iter(facts_of(run, SeveralSteps)), None)
+    is_per_process = several is not None and several.count == several.processes
     rates: dict[int, list[str]] = {}
     for name in run.scalar_names("backlight"):
         if name.startswith("lr/"):
@@ -126,6 +171,7 @@ def _decayed(run: Run, limits: ScheduleLimits) -> Iterator[Finding]:
                 f"{phrases.number(main.values[top])} at step {int(main.steps[top])} and "
                 f"{phrases.number(rate)} at step {at}, and {spent:.0f} of {weights.sum():.0f} steps "
                 f"({percent(spent / weights.sum())}) are taken at such a rate: they change nothing."
+                f"{several or ''}"
             ),
             subject=Subject(step=at),
             evidence=(
@@ -133,7 +179,10 @@ def _decayed(run: Run, limits: ScheduleLimits) -> Iterator[Finding]:
                 phrases.scalar(name, at, rate),
             ),
             fix=(
-                "Give the schedule the number of steps of the whole run, and call `scheduler.step()` "
+                "Create the schedule for the steps of the whole run times the number of processes: "
+                "`accelerator.prepare` makes it step once per process. Or do not prepare it."
+                if is_per_process
+                else "Give the schedule the number of steps of the whole run, and call `scheduler.step()` "
                 "once per step of the optimizer: two calls use it up in half of them."
             ),
             refuted_if="the training is to go on at that rate, for instance to collect statistics.",
