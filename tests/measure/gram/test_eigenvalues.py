@@ -122,6 +122,13 @@ def test_eigenpairs_beyond_the_rank_are_left_out(centred: bool) -> None:
     torch.testing.assert_close(V @ (B.T @ B / N), values[:, None] * V, rtol=0, atol=1e-9 * float(values[0]))
 
 
+def test_one_eigenpair_is_the_largest() -> None:
+    K = torch.diag(torch.tensor([1.0, 9.0, 4.0], dtype=torch.float64))
+    values, weights = eigenpairs(K, 1)
+    assert values.tolist() == [3.0]  # of K / N
+    assert weights.abs().tolist() == [[0.0, pytest.approx(1 / 3), 0.0]]  # 1 / sqrt(N * 3)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -1,6 +1,7 @@
 """Truncated decompositions against full ones in float64, and their failures."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -154,6 +155,30 @@ def test_unresolved_search_falls_back_to_all_directions(monkeypatch):
     found = decompose(A, 3, method="randomized", edge=upper_edge(1.0, 200, 200))
     assert bool(found.converged.all())
     assert float(overlaps(found, A).min()) > 0.999
+
+
+def test_only_the_matrix_that_did_not_converge_is_repeated(monkeypatch):
+    A = spiked(40, 60, [6.0, 4.0, 3.0], 3)
+    real = decomposition.strongest
+
+    def doubtful(*arguments, **options):
+        found = real(*arguments, **options)
+        count = len(found.converged)
+        return replace(found, converged=torch.arange(count) != count // 2)  # of one matrix, and of three
+
+    monkeypatch.setattr(decomposition, "strongest", doubtful)
+    found = decompose(A, 3, method="randomized", edge=upper_edge(1.0, 40, 60))
+    assert found.values.shape == (3, 3)
+    torch.testing.assert_close(found.values, torch.linalg.svdvals(A.double())[:, :3], rtol=1e-4, atol=0.0)
+    assert float(overlaps(found, A).min()) > 0.999
+
+    def fail(*_):
+        raise decomposition.LinAlgError("did not converge")
+
+    for name in ("_gram", "_svd"):
+        monkeypatch.setattr(decomposition, name, fail)
+    with pytest.raises(DecompositionError, match=r"layer 'w': .* replicate b \(40 x 60\)"):
+        decompose(A, 3, method="randomized", edge=upper_edge(1.0, 40, 60), layer="w", names=["a", "b", "c"])
 
 
 def test_unknown_method_is_refused():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from backlight.measure.stats import statistics as module
-from backlight.measure.stats.compiled_rows import COMPILE_S, PARALLEL_SCALARS, ROW, CompiledRows
+from backlight.measure.stats.compiled_rows import COMPILE_S, PARALLEL_SCALARS, ROW, CompiledRows, is_plain
 from backlight.measure.stats.statistics import statistics, why_not_compiled
 from processes import run_captured
 
@@ -30,6 +30,14 @@ def rows(monkeypatch):
     fresh = CompiledRows()
     monkeypatch.setattr(module, "COMPILED_ROWS", fresh)
     return fresh
+
+
+def test_scalars_of_a_plain_tensor_alone_are_read_by_address():
+    values = torch.randn(4, 6)
+    assert is_plain(values)
+    assert is_plain(values[1:])
+    for other in (values.t(), values[:, ::2], torch._neg_view(values), torch.nn.Parameter(values)):
+        assert not is_plain(other)
 
 
 def with_values(*values, size=2**17 + 3):
