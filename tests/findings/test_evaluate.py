@@ -12,16 +12,19 @@ from backlight import codec
 from backlight.findings.evaluate import (
     FindingNameError,
     RuleFailedWarning,
+    as_reported,
     evaluate_rules,
     findings_of,
     in_order,
     merge_causes,
     parse_fail_on,
     separate_hints,
+    withdrawn,
 )
 from backlight.findings.limits import ThresholdError
 from backlight.records import Finding, FindingKind, Made, ParameterRecord, Severity, Subject
 from backlight.registry import RULES, Rule
+from backlight.store.format.schema import REPORTED
 from backlight.store.read.run import Run
 from run_builder import build_health_run, build_run
 
@@ -169,6 +172,28 @@ def test_no_rule_explains_one_that_explains_it() -> None:
     for name, causes in explained.items():
         assert set(causes) <= set(RULES), name
         assert all(name not in explained[cause] for cause in causes), name
+
+
+def test_stored_finding_of_another_subject_marks_no_fresh_one(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", stored=(finding("spike", step=3),))
+    assert {f.rule: f.made for f in findings_of(run)} == {"no_gradient": Made.READER, "spike": Made.LIVE}
+
+
+def test_reported_finding_is_withdrawn_unless_it_holds_or_is_explained(tmp_path: Path) -> None:
+    error = finding("spike", severity=Severity.ERROR, parameter="a")
+    run = build_run(tmp_path / "run", monitors=("health",), events=[(3, REPORTED, as_reported(error))])
+    other = finding("spike", severity=Severity.ERROR, parameter="b")
+    explaining = dataclasses.replace(finding("non_finite", severity=Severity.ERROR), merged=("spike",))
+    for holds in (error, explaining, dataclasses.replace(other, kind=FindingKind.STATISTIC)):
+        assert withdrawn(run, [holds]) == []
+    for findings, reason in (
+        ([], "the rule does not find it"),
+        ([other, finding("non_finite", severity=Severity.ERROR)], "the rule does not find it"),
+        ([finding("spike", parameter="a")], "it is: warning"),
+    ):
+        (item,) = withdrawn(run, findings)
+        assert (item.rule, item.severity, item.step) == ("spike", Severity.ERROR, 3)
+        assert reason in item.reason
 
 
 def test_new_finding_replaces_stored_one_of_the_same_subject(tmp_path: Path) -> None:

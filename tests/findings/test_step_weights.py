@@ -51,6 +51,7 @@ def test_median_of_sampled_steps_is_that_of_all_steps() -> None:
 def test_parts_of_a_run_are_cut_by_step() -> None:
     assert SAMPLED[after_share(SAMPLED, 0.2)] >= 0.2 * 2047 > SAMPLED[after_share(SAMPLED, 0.2) - 1]
     assert after_share(np.zeros(0, np.int64), 0.2) == 0
+    assert [after_share(np.array([10, 30, 110]), share) for share in (0.15, 0.21)] == [1, 2]
     parts = equal_parts(SAMPLED, 4)
     assert [int(SAMPLED[part][0]) for part in parts] == [0, 512, 1024, 1536]
     assert sum(len(SAMPLED[part]) for part in parts) == len(SAMPLED)
