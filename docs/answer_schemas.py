@@ -16,20 +16,21 @@ from typing_extensions import TypedDict  # before Python 3.12 pydantic reads no 
 
 from backlight.analysis.ab_test import ABTest
 from backlight.analysis.compare import Comparison
-from backlight.analysis.side_by_side import Row
 from backlight.cli.doctor import Check
 from backlight.codec import NOT_FINITE
+from backlight.diagnose.explanations import Missing, NonFinite, Probes, Regions
 from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory
 from backlight.diagnose.profile.result import ProfileResult
+from backlight.diagnose.recipe_gram import GramRecord
 from backlight.diagnose.scaling.sweep import Scaling
+from backlight.diagnose.spectra.answer import SpectraRecord
 from backlight.diagnose.test_matrix.report import MatrixReport
 from backlight.findings.evaluate import Withdrawn
 from backlight.monitors.grokking.model.lead_lag import LeadLag
 from backlight.monitors.grokking.model.reader import Stated
 from backlight.monitors.grokking.model.verdicts import Detection
-from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow
+from backlight.monitors.health.panels.samples import StepSamples
 from backlight.records import Finding
-from backlight.store.format.spectra import NUMBERS
 from backlight.store.read.run_list import ListedRun
 from backlight.trace.analysis import Analysis
 from backlight.trace.trace_diff import TraceDiff
@@ -64,54 +65,6 @@ def _list(kind: Any) -> Any:
     return GenericAlias(list, (kind,))
 
 
-class _Line(TypedDict):
-    line: str
-    function: str
-    source: str
-
-
-class _Ended(TypedDict):
-    script: str
-    exit_code: int
-    notes: list[str]
-
-
-class _Remark(TypedDict):
-    kind: str
-    text: str
-    place: _Line | None
-
-
-class _Region(TypedDict):
-    function: str
-    reentrant: bool
-    mode: str
-    preserve_rng_state: bool
-    place: _Line | None
-    calls: int
-    recomputations: int
-    remarks: list[_Remark]
-
-
-class _Regions(_Ended):
-    steps: int
-    backwards: int
-    regions: list[_Region]
-
-
-class _Probe(TypedDict):
-    probe: str
-    outcome: str
-    text: str
-
-
-class _Probes(_Ended):
-    place: _Line | None
-    loss: float | None
-    probes: list[_Probe]
-    findings: NotRequired[list[Finding]]
-
-
 class _Findings(TypedDict):
     """``lacks`` is what the run lacks of a recording to its end, empty where it lacks nothing."""
 
@@ -119,118 +72,6 @@ class _Findings(TypedDict):
     lacks: str
     findings: list[Finding]
     withdrawn: list[Withdrawn]
-
-
-class _Untrained(TypedDict):
-    parameter: str
-    aliases: list[str]
-    shape: list[int]
-    cause: str
-    text: str
-    place: _Line | None
-    found: str
-
-
-class _Failure(TypedDict):
-    text: str
-    place: _Line | None
-    saved: _Line | None
-
-
-class _Missing(_Ended):
-    parameters: int
-    steps: int
-    backwards: int
-    nodes: int
-    not_trained: list[_Untrained]
-    failure: _Failure | None
-
-
-class _Origin(_Ended):
-    steps: int
-    backwards: int
-    operations: int
-    skipped_by_scaler: int
-    found: Mapping[str, Any] | None
-    vanished: Mapping[str, int]
-
-
-class _StepSamples(TypedDict):
-    step: int
-    text: str
-    decomposed: list[Mapping[str, Any]]
-
-
-class _Variation(TypedDict):
-    deviation: float
-    measured: bool
-
-
-_Times = _with(
-    TimeComparison, verdict=str, basis=str, rows=_list(_with(TimeRow, verdict=str)), variation=_Variation
-)  # fmt: skip
-_Rows = _list(_with(Row, texts=list[str]))
-_Comparison = _with(Comparison, rows=_Rows, parameters=_Rows, times=_list(_Times), kinds=_Times | None)
-
-
-class _Interval(TypedDict):
-    value: float | None
-    low: float | None
-    high: float | None
-
-
-class _Spectrum(TypedDict):
-    eigenvalues: list[float | None]
-    trace: float | None
-    frobenius: float | None
-    spectral: float | None
-    nuclear: float | None
-    participation_ratio: float | None
-    numerical_rank: float | None
-    condition: float | None
-    log_pseudo_determinant: float | None
-    effective_rank: float | None
-    coherence: NotRequired[float | None]
-    noise_scale: NotRequired[float | None]
-    explained_1: float | None
-    explained_10: NotRequired[float | None]
-
-
-class _Gram(TypedDict):
-    recipe: str
-    samples: int
-    parameters: int
-    loss: float | None
-    unchecked: str | None
-    second_moment: _Spectrum
-    covariance: _Spectrum
-    blocks: Mapping[str, _Spectrum]
-    noise_scales: Mapping[str, _Interval]
-
-
-class _Checkpoint(TypedDict):
-    step: int
-    path: str | None
-
-
-class _Layer(TypedDict):
-    parameter: str
-    step: int
-    shape: list[int]
-    split_of: str | None
-    method: str
-
-
-class _Spectra(TypedDict):
-    run: str
-    world_size: int
-    checkpoints: list[_Checkpoint]
-    measured: int
-    measured_before: int
-    sweeps: int
-    samples_per_replicate: float | None
-    left_out: Mapping[str, str]
-    noise_scale: _Interval | None
 
 
 class _Experiment(TypedDict):
@@ -304,26 +145,26 @@ class _Overlaid(TypedDict):
 
 
 ANSWERS: Mapping[str, Any] = {
-    "attach": Attached | AttachedDumps | AttachedJob,
-    "check": _Probes | _Regions,
-    "compare": _Comparison | _with(ABTest, times=_Times) | _Overlaid,
+    "attach": _answer(Attached) | _answer(AttachedDumps) | _answer(AttachedJob),
+    "check": _answer(Probes, findings=NotRequired[list[Finding]]) | _answer(Regions),
+    "compare": _answer(Comparison) | _answer(ABTest) | _Overlaid,
     "doctor": list[Check],
-    "findings": _Findings | _StepSamples,
-    "gram": _Gram,
+    "findings": _Findings | _answer(StepSamples),
+    "gram": _answer(GramRecord),
     "grok detect": _list(_Grokking | _NotEvaluated),
     "grok list": list[_Experiment],
     "grok run": _Estimate,
     "ls": list[ListedRun],
     "memory measure": _answer(_without(MeasuredMemory, "account")),
     "memory predict": _answer(_without(PredictedMemory, "account")),
-    "nan": _Origin,
+    "nan": _answer(NonFinite),
     "profile": _answer(ProfileResult, findings=list[Finding]),
     "query": list[Mapping[str, Any]],
-    "spectra": _with(_Spectra, layers=_list(_with(_Layer, **dict.fromkeys(NUMBERS, float | None)))),
-    "sweep": Scaling,
-    "test-matrix": MatrixReport,
-    "trace": _with(Analysis, unit=str) | _with(TraceDiff, unit=str),
-    "why-no-grad": _Missing,
+    "spectra": _answer(SpectraRecord),
+    "sweep": _answer(Scaling),
+    "test-matrix": _answer(MatrixReport),
+    "trace": _answer(Analysis) | _answer(TraceDiff),
+    "why-no-grad": _answer(Missing),
 }
 """Type of the answer by command."""
 

@@ -6,7 +6,7 @@ A table declares its columns once; the terminal (:mod:`backlight.cli.console`), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, Literal
@@ -52,9 +52,12 @@ def word(title: str, key: str | Callable[[Any], Any], kind: Kind = "word") -> Co
     return Column(title, key, str, kind)
 
 
-def indexed(titles: Sequence[str], kind: Kind = "number") -> tuple[Column, ...]:
-    """Return columns of rows that are sequences of texts, in the order of the titles."""
-    return tuple(Column(title, itemgetter(n), str, kind) for n, title in enumerate(titles))
+def indexed(titles: Sequence[str], kind: Kind = "word", numbers: Collection[int] = ()) -> tuple[Column, ...]:
+    """Return columns of rows that are sequences of texts; those at ``numbers`` hold numbers."""
+    return tuple(
+        Column(title, itemgetter(n), str, "number" if n in numbers else kind)
+        for n, title in enumerate(titles)
+    )
 
 
 @dataclass(frozen=True)

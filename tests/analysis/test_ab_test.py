@@ -151,7 +151,7 @@ def test_json_of_an_assumed_variation(command: Callable[..., tuple[int, str, str
     code, out, _ = command("compare", "--ab", "train.py", "python train.py --slow", "--json")
     assert code == 0
     answer = json.loads(out)
-    assert answer["times"]["variation"] == {"deviation": 0.0, "measured": False}
+    assert answer["times"]["variation"] == {"deviation": 0.0, "freedom": "Infinity"}
     assert answer["times"]["rows"][0]["verdict"] in answer["times"]["verdict"]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from backlight.cli.render.attached import print_attached
+from backlight.cli.commands.attach import process_answer
+from backlight.cli.console import print_answer
 from backlight.records import DiagnosisKind, Phase
 from backlight.watchdog.attach import Attached
 from backlight.watchdog.stacks import Frame, StackSample, ThreadStack
@@ -47,7 +48,7 @@ def test_many_ranks_are_printed_in_part_without_full(command: Command, tmp_path:
     lines = out.splitlines()
     assert lines[0].startswith("BLOCKED: ")
     assert len(lines) <= 25
-    assert lines[-1] == "and 30 more ranks: --full"
+    assert lines[-1] == "note: and 30 more ranks: --full"
     _, out, _ = command("attach", "--full", "--flight-recorder", str(tmp_path))
     assert "rank 39: " in out
 
@@ -60,15 +61,15 @@ def test_threads_and_frames_are_printed_in_part_without_full(capsys: pytest.Capt
     )
     diagnosis = Diagnosis(DiagnosisKind.BLOCKED, Phase.OTHER, "BLOCKED: waits", "it moves", "read the line")
     found = Attached(7, diagnosis, "tid  state\n", (StackSample(0, "py-spy", threads),), ("steps",))
-    print_attached(found)
+    print_answer(process_answer(found), as_json=False, full=True)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "BLOCKED: waits"
-    assert "  sem_wait (C)" in lines
-    assert "  train.py:0 in step" in lines
-    assert "  and 23 more frames, 8 other threads" in lines
-    assert lines[-1] == "All threads and frames: --full."
+    assert "    sem_wait (C)" in lines
+    assert "    train.py:0 in step" in lines
+    assert "    and 23 more frames, 8 other threads" in lines
+    assert lines[-1] == "note: all threads and frames: --full"
     assert len(lines) <= 25
-    print_attached(found, full=True)
+    print_answer(process_answer(found, full=True), as_json=False, full=True)
     assert len(capsys.readouterr().out.splitlines()) > 9 * 30
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from backlight.cli import doctor
-from backlight.cli.doctor import Check
-from backlight.cli.render.doctor import show
+from backlight.cli.console import print_answer
+from backlight.cli.doctor import Check, answer
 
 
 @pytest.mark.parametrize(
@@ -35,17 +35,18 @@ CHECKS = [
 
 
 def test_verdict_comes_first_and_the_rest_is_left_to_full(capsys: pytest.CaptureFixture[str]) -> None:
-    show(CHECKS)
+    print_answer(answer(CHECKS), as_json=False)
     first, second, *rest = capsys.readouterr().out.splitlines()
     assert first == "✓ Training scripts can be watched here: torch 2.13.0, CPU, 2 threads."
-    assert second == "! disk: 0.5 GB free here; use --max-disk"
+    assert second == "  disk: 0.5 GB free here; use --max-disk"
     assert len(rest) <= 23
-    assert rest[-1] == "All 43 checks: --full."
-    show(CHECKS, full=True)
+    assert rest[-1] == "Tables: --full. All rows: --json."
+    print_answer(answer(CHECKS), as_json=False, full=True)
     assert len(capsys.readouterr().out.splitlines()) > 40
 
 
 def test_missing_torch_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    show([Check("torch", "missing", "not installed", "runs can be read, not recorded", required=True)])
+    missing = Check("torch", "missing", "not installed", "runs can be read, not recorded", required=True)
+    print_answer(answer([missing]), as_json=False)
     line = capsys.readouterr().out.splitlines()[0]
     assert line == "✕ torch: not installed; runs can be read, not recorded"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from backlight.cli.render.spectra import _bounds, _table, _together
+from backlight.diagnose.spectra.answer import _bounds, _table, _together
 from backlight.monitors.spectra.model.echo_records import layer_histories
 from backlight.store.read.spectra import layers, measurements
 from spectra_runs import STRENGTHS, Injected, write_spectra_run
@@ -14,7 +14,8 @@ from spectra_runs import STRENGTHS, Injected, write_spectra_run
 def test_table_and_total_have_intervals(tmp_path: Path) -> None:
     run = write_spectra_run(tmp_path / "run", Injected(steps=(0,), strengths={next(iter(STRENGTHS)): (8.0,)}))
     table = _table({layer.parameter: layer for layer in layers(run)}, measurements(run))
-    shown = list(next(column for column in table.columns if column.header == "95 %").cells)
+    column = next(column for column in table.columns if column.title == "95 %")
+    shown = [column.cell(row) for row in table.rows]
     assert len(shown) == len(layer_histories(run))
     assert all(one.startswith("> ") or "-" in one[1:] for one in shown), shown
     together = _together(run)

@@ -18,7 +18,7 @@ from answer_schemas import schema_of
 from jsonschema import validate
 from torch import Tensor, nn
 
-from backlight.diagnose.probes import one_batch
+from backlight.diagnose.probes import observer as probe_observer
 from backlight.diagnose.probes.observer import ProbeObserver
 from backlight.diagnose.probes.result import Probe, ProbeResult
 from faults.injection import end, run_under
@@ -118,7 +118,7 @@ def test_output_per_sample_has_no_positions() -> None:
 
 
 def test_probes_change_nothing_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(one_batch, "STEPS", 3)
+    monkeypatch.setattr(probe_observer, "STEPS", 3)
 
     def weights() -> list[Tensor]:
         torch.manual_seed(3)

@@ -16,9 +16,10 @@ import torch
 from rich.console import Console
 
 import backlight
-from backlight.analysis.compare import compare, comparison_json
-from backlight.analysis.comparison_verdict import facts
-from backlight.cli.render.comparison import print_comparison
+from backlight import codec
+from backlight.analysis.compare import compare
+from backlight.analysis.comparison_answer import answer
+from backlight.cli.console import Page
 from backlight.cli.render.run_list import print_runs
 from backlight.notifier import Notifier
 from backlight.records import EVERYTHING, FROM_HERE_ON, OTHERS, ParameterRecord, RunStatus
@@ -148,10 +149,10 @@ def test_no_output_calls_an_incomplete_run_free_of_findings(
         "markdown": render_markdown(run, ()),
         "notebook": run_html(run, ()),
         "live cell": live_cell(run.path, "finished", STEPS, {}, (), lacking(run))["text/plain"],
-        "compare": printed(lambda console: print_comparison(comparison, console, full=True))
+        "compare": printed(lambda console: Page(console).answer(answer(comparison), full=True))
         + capsys.readouterr().out,
-        "facts of compare": " ".join(facts(comparison)),
-        "compare --json": json.dumps(comparison_json(comparison), default=str),
+        "facts of compare": " ".join(answer(comparison).facts),
+        "compare --json": codec.encode(comparison),
         "junit": junit,
         "github": render_annotations("github", run, (), lambda finding: False),
     }  # fmt: skip

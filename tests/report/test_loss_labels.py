@@ -12,7 +12,7 @@ from torch import nn
 
 import backlight
 from backlight.analysis.compare import compare
-from backlight.analysis.comparison_verdict import facts, verdict
+from backlight.analysis.comparison_answer import answer
 from backlight.report.live.follower import Stand, Standing
 from backlight.report.live.terminal import frame
 from backlight.report.markdown import render_markdown
@@ -56,8 +56,8 @@ def test_label_and_coverage_are_shown_everywhere(
     assert f"Recorded: {said}. Next:" in closing
     assert f"{label} " in live
     assert f"recorded: {said}" in live
-    assert verdict(comparison).startswith(f"Final {label}: ")
-    assert any(line.startswith("A ") and line.endswith(f"; {said}") for line in facts(comparison))
+    assert answer(comparison).verdict.startswith(f"Final {label}: ")
+    assert any(line.startswith("A ") and line.endswith(f"; {said}") for line in answer(comparison).facts)
     assert said in run_html(run, ())
     sentence = f"were measured at {recorded} of {STEPS} steps, the {label} at all."
     for text in (summary_text(run.path, ()), render_markdown(run, ())):
@@ -70,12 +70,12 @@ def test_nothing_is_added_where_every_step_has_all(
     run = train(tmp_path / "run", 1, every=1)
     assert coverage_text(run) == f"gradients and loss at all {STEPS} steps"
     assert f"No findings in {STEPS} steps. Next:" in capsys.readouterr().err
-    assert ";" not in facts(compare([run, run]))[0]
+    assert ";" not in answer(compare([run, run])).facts[0]
 
 
 def test_losses_of_other_sums_are_not_compared(tmp_path: Path) -> None:
     runs = [train(tmp_path / f"run{count}", count) for count in (1, 4)]
     comparison = compare(runs)
-    assert "Final loss: A " in verdict(comparison)
-    assert "Final sum of 4 losses: B " in verdict(comparison)
+    assert "Final loss: A " in answer(comparison).verdict
+    assert "Final sum of 4 losses: B " in answer(comparison).verdict
     assert not [note for note in comparison.notes if note.startswith("Loss ")]

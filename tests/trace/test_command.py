@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_command_prints_tables(made: list[Path], capsys: pytest.CaptureFixture[s
     code, out, _ = call(capsys, made[0], "--step", "4", "--rows", "1", "--full")
     assert code == 0
     assert "comes last" not in out
-    assert "... 1 more" in out
+    assert "1 more" in out
 
 
 @pytest.mark.slow
@@ -106,9 +107,9 @@ def test_command_writes_page(made: list[Path], tmp_path: Path, capsys: pytest.Ca
         assert code == 0
         assert f"page{suffix}" in errors
         text = (tmp_path / f"page{suffix}").read_text()
-        assert "ampere_sgemm" in text
+        assert "ampere_sgemm" in text.replace("\\_", "_")
         assert ("</html>" in text) == (suffix == ".html")
-        assert "http" not in text.lower().replace("http-equiv", "")
+        assert not re.search(r"""(src|href)=["']?https?:""", text)
     code, _, errors = call(capsys, made[0], "--out", tmp_path / "page.pdf")
     assert code == 2
     assert "expected a file that ends in .html or .md" in errors

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from backlight.trace.analysis import RankAnalysis, analyse
+from backlight.trace.analysis import Analysis, RankAnalysis, analyse
+from backlight.trace.answer import answer
 from backlight.trace.device_queues import FULL_QUEUE, Spread
 from backlight.trace.module_times import MIN_STEPS
 from backlight.trace.reader import read_trace
-from backlight.trace.verdict import facts, verdict
 from synthetic_traces import REAL, SKIP_REASON, TraceBuilder
 
 Analyse = Callable[[TraceBuilder], RankAnalysis]
@@ -158,8 +158,8 @@ def test_verdict_names_what_limits_the_step(analysed: Analyse, launch: float, ex
     builder.step(1, 0, 1000)
     builder.kernel("ampere_sgemm", launch, launch + 5, 990 - launch)
     found = analysed(builder)
-    assert expected in verdict(found)
-    assert len(facts(found)) <= 10
+    assert expected in answer(Analysis((found,), None)).verdict
+    assert len(answer(Analysis((found,), None)).facts) <= 10
 
 
 @pytest.mark.parametrize("launches", [2, 3])
@@ -240,7 +240,7 @@ def test_real_queue_is_full_where_launches_block() -> None:
     (launches,) = found.launches
     assert launches.calls == 4350
     assert sum(row.count for row in found.sequences) > 100
-    assert len(facts(found)) <= 10
+    assert len(answer(Analysis((found,), None)).facts) <= 10
 
 
 @pytest.mark.parametrize("steps", [9, 10])

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.trace.analysis import RankAnalysis, analyse, analyse_rank
+from backlight.trace.analysis import Analysis, RankAnalysis, analyse, analyse_rank
+from backlight.trace.answer import answer
 from backlight.trace.reader import read_trace
 from backlight.trace.timeline import Timeline
 from backlight.trace.trace_diff import diff
-from backlight.trace.verdict import facts
 from synthetic_traces import REAL, SKIP_REASON, TraceBuilder
 
 Analyse = Callable[[TraceBuilder], RankAnalysis]
@@ -221,7 +221,9 @@ def test_operator_of_two_phases_is_named_with_its_whole_share(analysed: Analyse)
     builder.operator("aten::add", 250, 300, **recorded(2))
     builder.operator(ENGINE, 600, 300, **recorded(1, behind=True))
     builder.operator("aten::mm", 600, 300)
-    (line,) = [line for line in facts(analysed(builder)) if line.startswith("operators")]
+    (line,) = [
+        line for line in answer(Analysis((analysed(builder),), None)).facts if line.startswith("operators")
+    ]
     assert line == "operators: aten::mm 50 %, aten::add 30 %"
 
 

@@ -12,7 +12,7 @@ import backlight
 
 SOURCE = Path(backlight.__file__).parent
 READERS = (
-    "watchdog", "monitors/stalls", "cli/render/attached.py", "cli/commands/attach.py",
+    "watchdog", "monitors/stalls", "cli/commands/attach.py",
     "integrations/ray.py", "diagnose/test_matrix", "analysis/mcp_server.py",
 )  # fmt: skip
 RENDERERS = {"text.py", "text_parts.py", "words.py"}

@@ -11,11 +11,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from backlight import codec
 from backlight.analysis.fingerprint_diff import differences
 from backlight.launch.subprocess import run_in_own_session
 from backlight.monitors.steptime.model.step_comparison import STEP, TimeComparison, compare_pairs, interleave
@@ -54,10 +52,6 @@ class ABTest:
             *self.notes,
             *(["more pairs narrow the interval: --pairs"] if undecided else []),
         )
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON types."""
-        return {**codec.plain(self), "times": self.times.as_json()}
 
 
 def run_ab_test(

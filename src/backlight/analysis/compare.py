@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from backlight import codec
 from backlight.analysis.fingerprint_diff import (
     LETTERS,
     Difference,
@@ -240,21 +238,6 @@ class Comparison:
     times: tuple[TimeComparison, ...]
     kinds: TimeComparison | None
     findings: tuple[FindingRow, ...]
-
-
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as JSON types."""
-
-    def row(each: Row) -> dict[str, Any]:
-        return {**codec.plain(each), "texts": list(each.texts)}
-
-    return {
-        **codec.plain(comparison),
-        "rows": [row(each) for each in comparison.rows],
-        "parameters": [row(each) for each in comparison.parameters],
-        "times": [each.as_json() for each in comparison.times],
-        "kinds": None if comparison.kinds is None else comparison.kinds.as_json(),
-    }
 
 
 def compare(runs: Sequence[Run], *, strict: bool = False, factor: str | None = None) -> Comparison:

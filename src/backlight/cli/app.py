@@ -29,7 +29,9 @@ PANELS = {
 }  # fmt: skip
 """Commands by group, in the order of ``--help``; each group is a module of :mod:`backlight.cli.commands`."""
 
-_MODULES = {"attach": "attach", "memory": "memory", "run": "run", "grok": "grok_run"}
+_MODULES = {
+    "attach": "attach", "memory": "memory", "run": "run", "grok": "grok_run", "test-matrix": "test_matrix",
+}  # fmt: skip
 """Commands in a module of their own; the others are in that of their panel."""
 
 REFUSALS = (ValueError, OSError, StoreError, UnknownNameError, ModuleNotFoundError)

@@ -7,7 +7,7 @@ import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from backlight import codec
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from backlight.answer import Answer
     from backlight.answer import Table as AnswerTable
-    from backlight.user_code import SourceLine
 
 
 FACTS = 10
@@ -30,9 +29,6 @@ FACTS = 10
 
 _BEFORE_UNIT = re.compile(r"(?<=[<>]) (?=\d)|(?<=\d) (?=(?:%|[m\u00b5]?s|[kMGT]?B)(?!\w))")
 """Spaces at which no line ends: those of ``12.5 ms``."""
-
-MIN_SOURCE = 24
-"""Columns of a source line that are shown behind other words at least."""
 
 MIN_NAME = 12
 """Columns to which a name in a table is shortened at most."""
@@ -100,20 +96,6 @@ def _table_class() -> Any:
     return NamesTable
 
 
-def source_line(line: SourceLine | None) -> str:
-    """Return ``path:number`` and the source text, empty for None."""
-    if line is None:
-        return ""
-    return f"{line}  {line.text}" if line.text else str(line)
-
-
-def line_json(line: SourceLine | None) -> dict[str, Any] | None:
-    """Return a source line as JSON types."""
-    if line is None:
-        return None
-    return {"line": str(line), "function": line.function, "source": line.text}
-
-
 class Page:
     """Prints lines with colour; never wraps or interprets names from a script."""
 
@@ -163,37 +145,6 @@ class Page:
             if line:
                 self.say(blank if number else "", line[blanks:])
 
-    def sourced(self, *parts: tuple[str, str] | str, line: SourceLine | None, indent: int = 4) -> None:
-        """Print parts and a line of the user's code; a terminal gets its source cut to what fits.
-
-        Where little of it would fit behind the parts, it follows them on a line of its own.
-        """
-        from rich.text import Text
-
-        if line is None or not self._console.is_terminal:
-            self.sentence(*parts, *([f"  {source_line(line)}"] if line is not None else []), indent=indent)
-            return
-        width = self._console.width - len(self._prefix)
-        before, source = f"  {line}  ", Text(line.text)
-        taken = Text.assemble(*parts).cell_len + len(before)
-        behind = taken + min(source.cell_len, MIN_SOURCE) <= width
-        if not behind:
-            self.sentence(*parts, indent=indent)
-            before = f"{' ' * indent}{line}  "
-        source.truncate(max(1, width - (taken if behind else len(before))), overflow="ellipsis")
-        self.say(*(parts if behind else ()), before, source)
-
-    def summary(self, verdict: str, facts: Sequence[str]) -> None:
-        """Print the verdict and at most ten lines behind it."""
-        self.sentence((visible(verdict), "bold"))
-        for fact in facts[:FACTS]:
-            self.sentence(f"  {visible(fact)}", indent=4)
-
-    def more(self, *, before: str = "") -> None:
-        """Print how to get the tables; ``before`` is what options stand in front of."""
-        where = before and f" Options stand before {before}."
-        self.say((f"Tables: --full. All rows: --json.{where}", "dim"))
-
     def table(self, table: AnswerTable, rows: int | None = None) -> None:
         """Print a table, of at most ``rows`` rows, and its notes."""
         from rich.text import Text
@@ -229,7 +180,8 @@ class Page:
         for fact in facts if full else facts[:FACTS]:
             self.sentence(f"  {visible(fact)}", indent=4)
         if full:
-            self.say()
+            if answer.tables:
+                self.say()
             for table in answer.tables:
                 self.table(table, rows)
             for finding in findings:
@@ -239,7 +191,8 @@ class Page:
         for note in answer.notes:
             self.note(visible(note))
         if not full and answer.tables:
-            self.more(before=before)
+            where = before and f" Options stand before {before}."
+            self.say((f"Tables: --full. All rows: --json.{where}", "dim"))
 
 
 def print_json(answer: Any) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from backlight.answer import Answer, Table, word
 from backlight.distributed import world
 from backlight.experiments.experiment import EXPERIMENTS
 from backlight.monitor import MONITORS
@@ -211,3 +212,23 @@ def _plug_ins() -> Iterator[Check]:
             whose = f"{plug_in.distribution} {plug_in.version}".strip()
             meaning = f"left out: {plug_in.problem}" if plug_in.problem else "plug-in"
             yield Check(what, "limited" if plug_in.problem else "ok", whose, meaning)
+
+
+def answer(checks: Sequence[Check]) -> Answer:
+    """Return whether scripts can be watched, what works in part, and a table of everything."""
+    by_name = {check.what: check for check in checks}
+    missing = next((check for check in checks if check.required and check.state == "missing"), None)
+    verdict = "" if missing is None else f"✕ {missing.what}: {missing.found}; {missing.meaning}"
+    if missing is None:
+        parts = (f"torch {by_name['torch'].found}", by_name["device"].found)
+        verdict = f"✓ Training scripts can be watched here: {', '.join(parts)}."
+    limited = (check for check in checks if check.state == "limited")
+    facts = [f"{check.what}: {check.found}; {check.meaning}".rstrip("; ") for check in limited]
+    optional = [check.what.strip("[]") for check in checks if check.state == "optional" and "[" in check.what]
+    if optional:
+        facts.append(f"Not installed: {', '.join(optional)}. pip install 'backlight[NAME]' adds one.")
+    columns = (
+        word("", "state"), word("what", "what", "text"), word("found", "found", "text"),
+        word("what it means", "meaning", "text"),
+    )  # fmt: skip
+    return Answer(verdict, checks, tuple(facts), (Table(columns, checks, brief=len(checks)),))

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backlight.answer import Answer, Column, Table, word
 from backlight.capture.batches import moved, samples
 from backlight.launch.recipe import RecipeError, read_recipe
 from backlight.measure.gram.eigenvalues import Spectrum
+from backlight.measure.noise_scale import NoiseScale
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 from backlight.monitors.grokking.instrument.gram.gram import gram
+from backlight.text import count, number, percent
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from backlight.monitors.grokking.instrument.gram.result import Gram
+
 
 REDUCTIONS = ("mean", "sum")
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -121,3 +127,102 @@ def _device(name: str | None, model: nn.Module) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         first = str(error).strip().splitlines()[0]
         raise GramError(f"--device {name}: cannot be used here: {first}") from error
+
+
+_METRICS = {
+    "trace": "mean squared norm of a sample's gradient",
+    "noise_scale": "samples at which noise and signal are equal",
+    "coherence": "squared norm of the mean gradient over the trace",
+    "effective_rank": "exponential of the eigenvalues' entropy",
+    "participation_ratio": "squared trace over squared Frobenius norm",
+    "numerical_rank": "eigenvalues above the rounding of gradients",
+}
+
+
+@dataclass(frozen=True)
+class SpectrumRecord:
+    """Metrics of a spectrum by name, and its eigenvalues."""
+
+    metrics: dict[str, float]
+    eigenvalues: list[float]
+
+    @classmethod
+    def of(cls, spectrum: Spectrum) -> SpectrumRecord:
+        """Return the record of a spectrum."""
+        return cls(spectrum.metrics(), spectrum.eigenvalues.tolist())
+
+
+@dataclass(frozen=True)
+class GramRecord:
+    """What is printed of a Gram; ``unchecked`` is why samples were not checked to be independent."""
+
+    recipe: str
+    samples: int
+    parameters: int
+    loss: float
+    unchecked: str
+    second_moment: SpectrumRecord
+    covariance: SpectrumRecord
+    blocks: dict[str, SpectrumRecord]
+    noise_scales: Mapping[str, NoiseScale]
+
+
+def answer(found: RecipeGram) -> Answer:
+    """Return the answer of a Gram: the metrics of the whole model, its eigenvalues, and its blocks."""
+    scales = found.gram.noise_scales()
+    record = GramRecord(
+        str(found.recipe), found.gram.samples, found.parameters, found.loss, found.gram.unchecked,
+        SpectrumRecord.of(found.second_moment), SpectrumRecord.of(found.covariance),
+        {name: SpectrumRecord.of(spectrum) for name, spectrum in found.blocks.items()}, scales,
+    )  # fmt: skip
+    head = f"{count(record.samples, 'sample')}, {count(record.parameters, 'parameter')}"
+    metrics = record.second_moment.metrics
+    meanings = {**_METRICS, "noise_scale": f"{_METRICS['noise_scale']}; {_interval(scales['model'])}"}
+    rows = [(name, metrics[name], meanings[name]) for name in _METRICS if name in metrics]
+    unchecked = f"that samples are independent was not checked: {record.unchecked}"
+    tables = (
+        Table(
+            (
+                word("metric", lambda row: row[0].replace("_", " ")), Column("value", lambda row: row[1]),
+                word("meaning", lambda row: row[2], "text"),
+            ),
+            rows, notes=(unchecked,) if record.unchecked else (),
+        ),
+        _eigenvalues(found),
+        _blocks(found),
+    )  # fmt: skip
+    return Answer(f"{head}, mean loss {number(found.loss)}", record, tables=tables)
+
+
+def _eigenvalues(found: RecipeGram) -> Table:
+    spectrum, centred = found.second_moment, found.covariance.eigenvalues
+    values = spectrum.eigenvalues
+    shares = values / spectrum.trace if spectrum.trace > 0 else values * math.nan
+    rows = zip(range(1, len(values) + 1), values, shares, shares.cumsum(), centred, strict=False)
+    shows: tuple[Callable[[Any], str], ...] = (str, number, percent, percent, number)
+    titles = ("direction", "eigenvalue", "share", "cumulative", "centred")
+    columns = (
+        Column(title, itemgetter(n), show) for n, (title, show) in enumerate(zip(titles, shows, strict=True))
+    )
+    return Table(tuple(columns), list(rows), brief=10)
+
+
+def _blocks(found: RecipeGram) -> Table:
+    total = found.second_moment.trace or math.nan
+    return Table(
+        (
+            word("block", lambda row: row[0]), Column("trace", lambda row: row[1].trace),
+            Column("share", lambda row: row[1].trace / total, percent),
+            Column("noise scale", lambda row: row[1].noise_scale),
+            Column("coherence", lambda row: row[1].coherence),
+            Column("effective rank", lambda row: row[1].effective_rank),
+        ),
+        sorted(found.blocks.items(), key=lambda block: -block[1].trace), brief=10,
+    )  # fmt: skip
+
+
+def _interval(scale: NoiseScale) -> str:
+    low, high = scale.interval
+    if math.isnan(low) or math.isinf(low):
+        return "no interval"
+    return f"95 %: {number(low, 3)} " + ("or more" if math.isinf(high) else f"to {number(high, 3)}")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from backlight.answer import Answer
 from backlight.records import Finding, Made
 from backlight.report.evidence_links import collected
+from backlight.report.panel import MAX_ROWS
 from backlight.report.source import Source
 from backlight.report.verdict import PARTED, Outcome, hints_line, measurements, outcome, where
 from backlight.store.read.run import Run
@@ -40,6 +42,18 @@ def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
     lines += _collected(source)
     lines += _environment(run)
     return "\n".join(lines) + "\n"
+
+
+def answer_markdown(answer: Answer, title: str) -> str:
+    """Return an answer with its tables; no text of it acts as markup."""
+    lines = [f"# {escape(title)}: {escape(answer.verdict)}", "", *(f"- {escape(f)}" for f in answer.facts)]
+    for table in answer.tables:
+        titles = [escape(column.title) for column in table.columns]
+        rules = ["--:" if column.kind == "number" else ":--" for column in table.columns]
+        rows = ([escape(cell) for cell in cells] for cells in table.cells(MAX_ROWS))
+        lines += ["", *(f"| {' | '.join(cells)} |" for cells in (titles, rules, *rows))]
+        lines += [f"\n{escape(note)}" for note in table.notes]
+    return "\n".join([*lines, "", *(f"- {escape(note)}" for note in answer.notes)]) + "\n"
 
 
 def _finding(finding: Finding) -> list[str]:

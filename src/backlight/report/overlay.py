@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from backlight import __version__
+from backlight.answer import Answer, Table, indexed
 from backlight.findings.losses import losses_of
 from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
+from backlight.report.markdown import answer_markdown
 from backlight.report.page import document, write_page
-from backlight.report.panel import error_text, not_drawn
+from backlight.report.panel import error_text, not_drawn, table_data
 from backlight.report.source import Series, Source, rate_labels
 from backlight.store.read.run import Run
 from backlight.text import count, listed, number, visible
@@ -50,7 +52,8 @@ def content(page: OverlayPage) -> dict[str, Any]:
         kinds.setdefault(_kind(name), {})[name] = of_run
     most = max((len(of_run) for of_run in page.measures.values()), default=0)
     heads = ("run", "experiment", "control", "verdict", "memorised in", "generalised in")
-    panels = [listing(heads, page.runs, remarks=(*page.remarks, *left_out(most)))]
+    runs = Table(indexed(heads, "word"), page.runs, title="Runs")
+    panels = [listing(runs, remarks=(*page.remarks, *left_out(most)))]
     for title in ("Learning curves", "Progress measures", "Geometry of gradients"):
         chosen = kinds.get(title, {})
         charts = [
@@ -111,25 +114,44 @@ def part(
     return {**named, "facts": [], "remarks": list(remarks), "data": dict(data)}
 
 
+def write_answer(answer: Answer, title: str, target: Path) -> Path:
+    """Write an answer with its tables as a page or as Markdown, by the suffix of ``target``; return it.
+
+    Raises
+    ------
+    ValueError
+        If the suffix is neither .html nor .md.
+    """
+    if target.suffix == ".md":
+        return write_page(answer_markdown(answer, title), target)
+    if target.suffix != ".html":
+        got = repr(target.suffix) if target.suffix else "no suffix"
+        raise ValueError(f"{target}: expected a file that ends in .html or .md, got {got}")
+    tables = [
+        listing(table, name=f"table_{number}", remarks=table.notes)
+        for number, table in enumerate(answer.tables)
+    ]
+    state = compared(title, 1, " ".join(f"{fact}." for fact in answer.facts), headline=answer.verdict)
+    state["run"]["status"] = "analysed"
+    state["verdict"]["about"] = [visible(note) for note in answer.notes]
+    panels = {"panels": tables, "precision": "0 %", "version": __version__}
+    return write_page(document({**state, **panels}, visible(title)), target)
+
+
 def stated_part(name: str, title: str, text: str) -> dict[str, Any]:
     """Return a panel of a page of several runs that is one line of text."""
     return {"name": name, "title": title, "note": "", "place": "full", "stated": visible(text)}
 
 
 def listing(
-    heads: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    title: str = "Runs",
-    figures: Sequence[int] = (),
-    remarks: Sequence[str] = (),
-    place: str = "full",
+    table: Table, *, name: str = "", remarks: Sequence[str] = (), place: str = "full"
 ) -> dict[str, Any]:
-    """Return a table, by default of the runs; ``figures`` are the columns that hold numbers."""
-    shown = [[visible(cell) for cell in row] for row in rows]
-    data = {"name": title, "heads": tuple(heads), "figures": tuple(figures), "rows": shown}
-    name = title.lower().replace(" ", "_")
-    return part(name, title, "listing", data, [visible(remark) for remark in remarks], place=place)
+    """Return a table as a panel of a page of several runs."""
+    data = table_data(table)
+    title = data.pop("title")
+    shown = [visible(remark) for remark in remarks]
+    name = name or title.lower().replace(" ", "_")
+    return part(name, title, "listing", {"name": title, **data}, shown, place=place)
 
 
 def left_out(runs: int) -> list[str]:

@@ -6,12 +6,16 @@ returns either what to draw, or why there is nothing: a panel never draws an emp
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from backlight.answer import Table
 from backlight.registry import Registry
+from backlight.terminal import write
 from backlight.text import visible
 
 if TYPE_CHECKING:
@@ -46,7 +50,8 @@ MAX_ROWS = 60
 
 def table_data(table: Table, *, most: int = MAX_ROWS, is_titled: bool = True) -> dict[str, Any]:
     """Return a table as the drawers ``figures`` and ``listing`` of the page take it."""
-    heads = [column.title[:1].upper() + column.title[1:] for column in table.columns]
+    titles = [column.title for column in table.columns]
+    heads = [title if title.startswith("ms") else title[:1].upper() + title[1:] for title in titles]
     return {
         "title": (table.title or heads[0]) if is_titled else "",
         "heads": heads,
@@ -105,6 +110,25 @@ class Summary:
 
 class PanelWarning(UserWarning):
     """A panel that could not be drawn: its place says why, and the others are drawn."""
+
+
+@contextlib.contextmanager
+def report_panel_warnings() -> Iterator[list[str]]:
+    """Print each warning about a panel once, as a plain line, and yield the list of them."""
+    printed: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", PanelWarning)
+        others = warnings.showwarning
+
+        def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+            if not issubclass(category, PanelWarning):
+                others(message, category, *where, **more)
+            elif str(message) not in printed:
+                printed.append(str(message))
+                write(message, file=sys.stderr)
+
+        warnings.showwarning = show
+        yield printed
 
 
 @dataclass(frozen=True, slots=True)

@@ -269,6 +269,7 @@ class Analysis:
 
     traces: tuple[RankAnalysis, ...]
     ranks: Ranks | None
+    unit: str = "ns"
 
 
 def analyse(traces: list[Trace], *, step: int | None = None) -> Analysis:

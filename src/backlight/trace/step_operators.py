@@ -26,18 +26,14 @@ from backlight.trace.classification import OPERATOR
 from backlight.trace.events import ITEM_BYTES, Events, Trace, TraceError
 from backlight.trace.module_times import MIN_STEPS
 from backlight.trace.operators import NO_OPERATOR, Row
+from backlight.trace.step_limits import Limit, limit_of
 from backlight.trace.timeline import Timeline, device_work
 
 SUM_TOLERANCE = 0.02
 """Share by which parts may miss their whole."""
 
-LAUNCH_BOUND_IDLE = 0.2
-"""Share of idle time above which a device that waits for the host is launch-bound."""
-
 _OPTIMIZER_STEP = re.compile(r"^Optimizer\.step#(.+)\.step$")
 """Range of torch around the step of an optimizer; it names the type."""
-
-_HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
 
 
 @dataclass(frozen=True)
@@ -262,12 +258,13 @@ def _device(analysis: RankAnalysis, scale: float) -> DeviceTime | None:
         return None
     names = ", ".join(name or f"device {number}" for number, name in analysis.devices.items())
     causes = idle_causes(analysis)
-    launch_bound = idle > LAUNCH_BOUND_IDLE and sum(causes.get(cause, 0.0) for cause in _HOST_CAUSES) > 0.5
+    limit = limit_of(idle, causes)
+    launch_bound = limit is Limit.LAUNCHES
     main = max(causes, key=lambda cause: causes[cause], default="")
     statement = f"device idle {idle:.0%}"
     if launch_bound:
         statement = f"launch-bound: {statement}"
-    elif main and idle > LAUNCH_BOUND_IDLE:
+    elif main and limit is Limit.IDLE:
         statement += f", mostly {main.replace('_', ' ')}"
     by_step = tuple(
         row.idle.total / row.duration for row in analysis.steps if row.device is not None and row.duration

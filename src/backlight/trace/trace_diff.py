@@ -44,6 +44,7 @@ class TraceDiff:
     operators: tuple[DiffRow, ...]
     kernels: tuple[DiffRow, ...]
     notes: tuple[str, ...]
+    unit: str = "ns"
 
 
 def diff(first: RankAnalysis, second: RankAnalysis) -> TraceDiff:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import backlight
 from backlight import devices
 from backlight.capture.hub import HUB
-from backlight.diagnose.profile.device_phases import DevicePhases
+from backlight.diagnose.profile.observer import DevicePhases
 from backlight.records import Phase
 
 FORWARD_S, BACKWARD_S, OPTIMIZER_S = 0.03, 0.06, 0.02

@@ -6,8 +6,7 @@ import warnings
 
 import pytest
 
-from backlight.cli.render.report import report_panel_warnings
-from backlight.report.panel import PanelWarning
+from backlight.report.panel import PanelWarning, report_panel_warnings
 
 
 def test_panel_warnings_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:

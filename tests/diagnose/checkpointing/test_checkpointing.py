@@ -81,6 +81,6 @@ def test_command(tmp_path: Path, command: Command) -> None:
     code, out, errors = command("check", "--recompute", "--fail-on", "any", "--json", "train.py")
     assert code == 1, errors
     (region,) = json.loads(out)["regions"]
-    assert region["place"]["line"] == "train.py:8"
-    assert (region["mode"], region["calls"], region["recomputations"]) == ("not re-entrant", 3, 2)
+    assert region["line"]["number"] == 8
+    assert (region["reentrant"], region["calls"], region["recomputations"]) == (False, 3, 2)
     assert {remark["kind"] for remark in region["remarks"]} == {"state"}

@@ -13,8 +13,15 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.diagnose.memory.fake_model import META, PIECEWISE, REAL, as_fake, build_fake, fake_mode
-from backlight.diagnose.memory.prediction import predict_step
+from backlight.diagnose.memory.prediction import (
+    META,
+    PIECEWISE,
+    REAL,
+    as_fake,
+    build_fake,
+    fake_mode,
+    predict_step,
+)
 from backlight.diagnose.memory.predictor import (
     Predictor,
     Request,

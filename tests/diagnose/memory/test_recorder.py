@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.diagnose.memory.fake_model import checkpoint_modules
 from backlight.diagnose.memory.operations import OperationCounter
+from backlight.diagnose.memory.prediction import checkpoint_modules
 from backlight.diagnose.memory.recorder import Recorder
 from backlight.diagnose.memory.storage_log import Account, Kind, Storage
 from backlight.records import Phase

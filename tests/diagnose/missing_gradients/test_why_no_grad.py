@@ -143,7 +143,7 @@ def test_command_in_json(tmp_path: Path, command: Command) -> None:
         ("0.weight", "cut", "before backward"),
         ("0.bias", "cut", "before backward"),
     ]
-    assert answer["not_trained"][0]["place"]["line"] == "train.py:8"
+    assert answer["not_trained"][0]["line"]["number"] == 8
     assert errors.startswith("step 0 []\n")
 
 
@@ -151,10 +151,11 @@ def test_example(command: Command) -> None:
     example = Path(__file__).parents[3] / "examples" / "cut_gradient.py"
     code, out, errors = command("why-no-grad", "--json", str(example), "--plant")
     assert code == 0, errors
-    rows = json.loads(out)["not_trained"]
+    answer = json.loads(out)
+    rows = answer["not_trained"]
     causes = {row["parameter"]: row["cause"] for row in rows}
     assert causes == {"centres": "cut", "encoder.weight": "left torch", "encoder.bias": "left torch"}
-    assert "< 0.5).sum" in rows[0]["place"]["source"]
+    assert "< 0.5).sum" in answer["facts"][0]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_command(tmp_path: Path, command: Command) -> None:
     assert code == 1, errors
     found = json.loads(out)["found"]
     assert (found["step"], found["phase"], found["value"]) == (3, "forward", "infinity")
-    assert found["place"]["line"] == "train.py:8"
+    assert found["line"]["number"] == 8
     assert errors == "step 0\nstep 1\nstep 2\nstep 3\n"
 
 
@@ -154,5 +154,5 @@ def test_rank_of_the_origin(tmp_path: Path) -> None:
     found = [json.loads(one.stdout)["found"] for one in done]
     assert [(f["step"], f["is_input"]) for f in found] == [(2, True), (2, False)]
     assert found[1]["operation"] == "sqrt.default"
-    assert found[1]["place"]["line"] == "train.py:11"
+    assert found[1]["line"]["number"] == 11
     assert sorted(found[0]["parameters"]) == ["0.bias", "0.weight", "2.bias", "2.weight"]

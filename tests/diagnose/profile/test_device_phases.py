@@ -11,7 +11,7 @@ from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
 from backlight.capture.step_sink import StepSink
 from backlight.capture.steps import StepTracker
-from backlight.diagnose.profile.device_phases import MAX_PENDING_STEPS, DevicePhases
+from backlight.diagnose.profile.observer import MAX_PENDING_STEPS, DevicePhases
 from backlight.records import Phase
 
 

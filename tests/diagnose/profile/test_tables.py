@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from backlight.diagnose.profile.observer import ProfileObserver
 from backlight.diagnose.profile.optimizations import OFF, ON, find_optimizations
 from backlight.diagnose.profile.ranges import LineRanges, lines_possible
-from backlight.diagnose.profile.throughput import find_attention, throughput
+from backlight.diagnose.profile.step_summary import find_attention, throughput
 from backlight.trace.events import Trace
 from backlight.trace.module_times import attribute
 from backlight.trace.operators import NO_OPERATOR

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from backlight import clock, codec
-from backlight.cli.render.sweep import show, verdict
+from backlight.cli.console import Page
 from backlight.diagnose.scaling import sweep as sweeps
+from backlight.diagnose.scaling.answer import answer as sweep_answer
 from backlight.diagnose.scaling.power_law import ScalingError
 from backlight.diagnose.scaling.sweep import Point, _ask, _laws, parse_axes, sweep
 from backlight.diagnose.scaling.worker import answer, measure
@@ -99,11 +100,11 @@ def test_sweep_measures_sizes_and_records_out_of_memory(
     assert 0.8 <= laws["phase data"].value <= 1.1  # sleeps that are proportional to it
     assert found.expected["phase data"] == pytest.approx(30, rel=0.25)
     assert json.loads(json.dumps(codec.plain(found)))["points"][3]["status"] == "out of memory"
-    show(found)
+    Page().answer(sweep_answer(found))
     brief = capsys.readouterr().out
     assert brief.startswith("step grows with dim: power ")
     assert "dim=512: out of memory: OutOfMemoryError" in brief
-    show(found, full=True)
+    Page().answer(sweep_answer(found), full=True)
     printed = capsys.readouterr().out
     assert "out of memory" in printed
     assert "power of dim" in printed
@@ -155,12 +156,16 @@ def test_sizes_beyond_reach_are_refused_before_a_measurement(
         sweep(recipe, axes, at={"heads": 4})
     assert not asked
     assert sweep(recipe, axes, at={"dim": 300}).expected["step_ms"] == pytest.approx(300)
-    assert verdict(sweep(recipe, {"dim": [50, 100, 150]})).startswith("step grows with dim: power 1.00")
+    assert sweep_answer(sweep(recipe, {"dim": [50, 100, 150]})).verdict.startswith(
+        "step grows with dim: power 1.00"
+    )
     noisy = iter([7.0, 9.0, 7.5])
     monkeypatch.setattr(
         sweeps, "_ask", lambda *_: {"status": "measured", "step_ms": next(noisy), "message": ""}
     )
-    assert verdict(sweep(recipe, {"dim": [50, 100, 150]})).startswith("step: growth with dim is undecided")
+    assert sweep_answer(sweep(recipe, {"dim": [50, 100, 150]})).verdict.startswith(
+        "step: growth with dim is undecided"
+    )
     monkeypatch.setattr(sweeps, "_ask", measured)
     lost = sweep(recipe, axes, at={"dim": 400})  # 200 did not fit
     assert (lost.expected, len(lost.laws)) == ({}, 1)

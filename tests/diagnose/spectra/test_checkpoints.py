@@ -2,7 +2,7 @@
 
 import pytest
 
-from backlight.diagnose.spectra.checkpoints import find_checkpoints
+from backlight.diagnose.spectra.options import find_checkpoints
 
 
 @pytest.mark.parametrize(

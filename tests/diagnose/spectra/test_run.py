@@ -163,7 +163,7 @@ def test_results_do_not_depend_on_the_number_of_ranks(recipe, tmp_path, referenc
     ended = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0] * ranks, ended
     answer = json.loads(ended[0][0])
-    assert (answer["world_size"], answer["measured"], len(answer["layers"])) == (ranks, 5, 5)
+    assert (answer["run"]["world_size"], answer["run"]["measured"], len(answer["layers"])) == (ranks, 5, 5)
     assert_equal_runs(reference, tmp_path / "several")
     run = open_run(tmp_path / "several")
     owners = [event.rank for event in run.events("spectra_measured")]
@@ -420,7 +420,7 @@ def test_command_prints_layers_and_json(recipe, tmp_path, command):
     assert (code, errors) == (0, "")
     answer = json.loads(out)
     assert {layer["parameter"] for layer in answer["layers"]} == set(NAMES)
-    assert answer["measured_before"] == 5
+    assert answer["run"]["resumed"] == 5
     code, _, errors = command(*arguments[:2], "--method", "magic")
     assert code == 2
     assert "--method magic: expected one of auto, svd, gram, randomized" in errors

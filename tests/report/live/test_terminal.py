@@ -13,10 +13,9 @@ from rich.console import Console
 from synthetic import Plan, finding
 
 from backlight.analysis.live import followed
-from backlight.cli.render.live import show
 from backlight.records import Finding, Severity
 from backlight.report.live.follower import EMPTY, Followed
-from backlight.report.live.terminal import frame
+from backlight.report.live.terminal import frame, show
 from backlight.report.source import Source
 from backlight.report.sparkline import outstanding, sparkline
 from backlight.store.read.run import open_run

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from backlight import codec
 from backlight.cli.app import command
-from backlight.cli.console import Page, print_answer, print_json
+from backlight.cli.console import Page, print_answer
 from backlight.cli.options import (
     PATH,
     json_option,
@@ -26,7 +25,6 @@ from backlight.cli.options import (
     tables_option,
 )
 from backlight.cli.progress import count_bar
-from backlight.records import DiagnosisKind
 from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
@@ -110,8 +108,8 @@ def check_script(
     state that differs between forward and recomputation, attention inputs that are not contiguous, and
     parameters that its boundary cuts.
     """
-    from backlight.cli.render.explanations import print_probes, probes_as_json
     from backlight.cli.watched_steps import WatchedSteps, split_fail_on
+    from backlight.diagnose.explanations import probes_answer
     from backlight.diagnose.probes.observer import ProbeObserver
     from backlight.diagnose.probes.result import Outcome, Probe
     from backlight.launch.observe import end_script
@@ -135,14 +133,12 @@ def check_script(
         if not observer.backwards:
             raise _without_backward(script, code)
         recorded = None if watched is None else watched.result()
-        if as_json:
-            print_json(probes_as_json(observer, script, code, recorded and recorded[1]))
-        else:
-            print_probes(Page(), observer, code)
-            if recorded is not None:
-                from backlight.report.terminal import print_findings
+        listed = recorded[1] if as_json and recorded is not None else None
+        print_answer(probes_answer(observer, script, code, listed), as_json=as_json, full=True)
+        if recorded is not None and not as_json:
+            from backlight.report.terminal import print_findings
 
-                print_findings(*recorded, make_console())
+            print_findings(*recorded, make_console())
     if any(result.outcome is Outcome.FAILED and result.probe in failing for result in observer.results):
         return 1
     if finding_fails is not None and (recorded is None or any(map(finding_fails, recorded[1]))):
@@ -152,9 +148,9 @@ def check_script(
 
 def _regions(context: click.Context, script: str, fail_on: str | None, *, module: bool, as_json: bool) -> int:
     """Inspect the checkpointed regions of a script; return the exit code."""
-    from backlight.cli.render.explanations import print_regions, regions_as_json
     from backlight.diagnose.checkpointing.observer import CheckpointObserver
     from backlight.diagnose.checkpointing.regions import REMARK_KINDS
+    from backlight.diagnose.explanations import regions_answer
     from backlight.launch.observe import end_script
 
     failing = parse_fail_on(fail_on, REMARK_KINDS)
@@ -162,10 +158,7 @@ def _regions(context: click.Context, script: str, fail_on: str | None, *, module
     code = _explain(observer, script, context, module=module, quiet=as_json)
     if not observer.backwards and not observer.regions:
         raise _without_backward(script, code)
-    if as_json:
-        print_json(regions_as_json(observer, script, code))
-    else:
-        print_regions(Page(), observer, code)
+    print_answer(regions_answer(observer, script, code), as_json=as_json, full=True)
     return int(any(remark.kind in failing for region in observer.regions for remark in region.remarks))
 
 
@@ -195,7 +188,7 @@ def nan(
     Every operation is checked, which takes time but changes no number of the run. The script is ended once a
     loss, a gradient or a parameter is not finite.
     """
-    from backlight.cli.render.explanations import origin_as_json, print_origin
+    from backlight.diagnose.explanations import nan_answer
     from backlight.diagnose.nan.tracer import NanTracer
     from backlight.launch.observe import end_script
 
@@ -204,10 +197,7 @@ def nan(
     code = _explain(tracer, script, context, module=module, quiet=as_json)
     if not tracer.backwards and tracer.found is None:
         raise _without_backward(script, code)
-    if as_json:
-        print_json(origin_as_json(tracer, script, code))
-    else:
-        print_origin(Page(), tracer, code)
+    print_answer(nan_answer(tracer, script, code), as_json=as_json, full=True)
     return int(tracer.found is not None and tracer.found.value.lower() in failing)
 
 
@@ -235,7 +225,7 @@ def why_no_grad(
     Prints what the graph of the first loss shows before the first backward. Ends the script after a few
     steps, and stores nothing.
     """
-    from backlight.cli.render.explanations import missing_as_json, print_missing, print_parameters
+    from backlight.diagnose.explanations import missing_answer, parameter_lines
     from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
     from backlight.diagnose.missing_gradients.reasons import Cause
     from backlight.launch.observe import end_script
@@ -247,7 +237,8 @@ def why_no_grad(
     def early(rows: list[Row], line: SourceLine | None) -> None:
         if rows and not as_json:
             page.say((f"before the first backward ({line or 'line not known'}):", "bold"))
-            print_parameters(page, rows)
+            for text in parameter_lines(rows):
+                page.sentence(f"  {text}", indent=4)
             printed.update((row.name, row.reason.text if row.reason else "") for row in rows)
 
     observer = MissingGradientObserver(steps, end_script, early)
@@ -255,10 +246,7 @@ def why_no_grad(
     answer = observer.answer
     if not answer.backwards:
         raise _without_backward(script, code)
-    if as_json:
-        print_json(missing_as_json(answer, script, code))
-    else:
-        print_missing(page, answer, code, printed)
+    print_answer(missing_answer(answer, script, code, printed), as_json=as_json, full=True)
     causes = {row.reason.cause.value for row in answer.rows if row.reason is not None}
     return int(bool(failing & causes) or (answer.failure is not None and FAILED in failing))
 
@@ -403,9 +391,9 @@ def trace(
 
     Reports steps, idle time and its causes, operators, copies and ranks.
     """
-    from backlight.cli.render.trace import print_analysis, save_page
-    from backlight.cli.render.trace_details import print_diff
+    from backlight.report.overlay import write_answer
     from backlight.trace.analysis import analyse, analyse_rank
+    from backlight.trace.answer import answer, diff_answer
     from backlight.trace.cache import open_trace
     from backlight.trace.events import TraceError
     from backlight.trace.perfetto import save_overlay
@@ -422,82 +410,10 @@ def trace(
         write(f"written: {overlay} ({added:,} events added)", file=sys.stderr)
     if against is not None:
         found = diff(*(analyse_rank(Timeline(one), step, usual=True) for one in traces))
-        if as_json:
-            print_json({"unit": "ns", **codec.plain(found)})
-        else:
-            print_diff(found, make_console(), rows)
-        return 0
-    analysis = analyse(traces, step=step)
-    if as_json:
-        print_json({"unit": "ns", **codec.plain(analysis)})
+        reply, full = diff_answer(found), True
     else:
-        print_analysis(analysis, make_console(), rows, full=full)
+        reply = answer(analyse(traces, step=step))
+    print_answer(reply, as_json=as_json, full=full, rows=rows)
     if out is not None:
-        save_page(analysis, out, rows)
-        write(f"written: {out}", file=sys.stderr)
+        write(f"written: {write_answer(reply, 'Trace', out)}", file=sys.stderr)
     return 0
-
-
-@command(
-    "test-matrix", "backlight test-matrix --init plan.toml", "backlight test-matrix plan.toml --check",
-    "backlight test-matrix plan.toml --fail-on CRASH,BLOCKED",
-)  # fmt: skip
-@click.argument("plan", type=PATH, metavar="PLAN.toml", help="Plan file.")
-@click.option("--init", is_flag=True, help="Write a plan to adapt.")
-@click.option("--check", is_flag=True, help="Check the plan and list its cases only.")
-@click.option(
-    "--out", "-o", type=PATH, metavar="DIR", help="Directory of results; default runs/test-matrix-<plan>."
-)
-@click.option("--again", multiple=True, metavar="CASE", help="Case to run again (repeatable).")
-@json_option
-@click.option("--bundle", type=PATH, metavar="FILE", help="Archive to write: .tar.gz or .zip.")
-@click.option("--fail-on", metavar="VERDICT,...", help="Exit 1 for cases with these verdicts.")
-def run_test_matrix(
-    *,
-    plan: Path,
-    init: bool,
-    check: bool,
-    out: Path | None,
-    again: Sequence[str],
-    as_json: bool,
-    bundle: Path | None,
-    fail_on: str | None,
-) -> int:
-    """Run controlled cases, collect evidence and evaluate each one.
-
-    An interrupted test matrix resumes.
-    """
-    from backlight.cli.render.test_matrix import print_cases, print_report, print_result
-    from backlight.diagnose.test_matrix.plan import write_plan
-    from backlight.diagnose.test_matrix.report import write_bundle, write_report
-    from backlight.diagnose.test_matrix.runner import execute, prepare
-    from backlight.store.export.archive import check_archive
-
-    if init:
-        write_plan(plan)
-        write(plan)
-        return 0
-    failing = parse_fail_on(fail_on, [kind for kind in DiagnosisKind if kind is not DiagnosisKind.PASS])
-    if bundle is not None:
-        check_archive(bundle)
-    prepared = prepare(plan)
-    page, console = Page(errors=as_json), make_console(stderr=as_json)
-    if check:
-        print_cases(page, prepared.cases)
-        return 0
-    folder = out if out is not None else Path("runs") / f"test-matrix-{plan.stem}"
-    report = execute(
-        prepared, folder, again=again,
-        on_start=lambda case: page.say((f"{case.name} ...", "dim")),
-        on_end=lambda one: print_result(page, one),
-    )  # fmt: skip
-    write_report(folder, folder / "report.md", as_html=False)
-    html = write_report(folder, folder / "report.html", as_html=True)
-    if as_json:
-        print_json(report)
-    else:
-        print_report(report, console)
-        page.say(f"report: {html}")
-    if bundle is not None:
-        write(write_bundle(folder, bundle), file=sys.stderr if as_json else sys.stdout)
-    return int(any(case.evaluation.verdict in failing for case in report.cases))

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from backlight.cli.app import command
-from backlight.cli.console import print_json
+from backlight.cli.console import print_answer
 from backlight.cli.options import PATH, json_option, overwrite_option, ray_option, tables_option
 from backlight.cli.progress import count_bar
 from backlight.extras import require
@@ -68,7 +68,6 @@ def spectra(
     is measured. Under torchrun the layers are distributed over the ranks; the numbers stay the same.
     """
     require("h5py", "scipy")
-    from backlight.cli.render.spectra import as_object, show
     from backlight.diagnose.spectra.options import SpectraRequest
     from backlight.launch.recipe import parse_settings
 
@@ -84,13 +83,10 @@ def spectra(
         outcome = measure_spectra(request, lambda stage: bar(stage.done, stage.total, stage.text))
     if outcome.rank:
         return 0
+    from backlight.diagnose.spectra.answer import answer
     from backlight.store.read.run import open_run
 
-    run = open_run(outcome.path)
-    if as_json:
-        print_json(as_object(outcome, run))
-    else:
-        show(outcome, run)
+    print_answer(answer(outcome, open_run(outcome.path)), as_json=as_json, full=True)
     return 0
 
 
@@ -136,7 +132,7 @@ def sweep(
 
     Each size runs in its own process, one after the other; with --ray as a task of a Ray cluster.
     """
-    from backlight.cli.render.sweep import show
+    from backlight.diagnose.scaling.answer import answer
     from backlight.diagnose.scaling.sweep import parse_axes
     from backlight.diagnose.scaling.sweep import sweep as run
     from backlight.launch.ray_tasks import RayOptions
@@ -151,10 +147,7 @@ def sweep(
             recipe, axes, fake=fake, steps=timed, limit=limit, max_memory=memory, at=wanted, on_point=bar,
             ray=options,
         )  # fmt: skip
-    if as_json:
-        print_json(found)
-    else:
-        show(found, full=full)
+    print_answer(answer(found), as_json=as_json, full=full)
     return 0
 
 
@@ -194,21 +187,17 @@ def gram(
     A sample is a row along the first dimension of the batch. The eigenvalues are those of the second moment
     of the per-sample gradients; every Gram is checked against backward.
     """
-    from backlight.cli.render.gram import as_object, show
     from backlight.launch.recipe import parse_settings
     from backlight.store.export.files import check_target, write_arrays
 
     if out is not None:
         check_target(out, (".h5",), "use .h5")
     settings = parse_settings(changes)
-    from backlight.diagnose.recipe_gram import measure_gram
+    from backlight.diagnose.recipe_gram import answer, measure_gram
 
     found = measure_gram(
         recipe, settings, checkpoint=checkpoint, reduction=reduction, device=device, dtype=dtype
     )
-    if as_json:
-        print_json(as_object(found))
-    else:
-        show(found, rows)
+    print_answer(answer(found), as_json=as_json, full=True, rows=rows)
     if out is not None:
         write(write_arrays(out, found.arrays(), overwrite=overwrite), file=sys.stderr if as_json else None)

@@ -109,13 +109,14 @@ def _print_end(watched: ScriptWatch, script: str, *, quiet: bool) -> None:
 
 
 def _print_result(watch: Watch | None, script: str) -> None:
-    from backlight.cli.render.report import after_run
+    from backlight.report.terminal import summary_text
+    from backlight.standard_error import write_text
     from backlight.text import as_typed
 
     if watch is None:
         write(f"backlight: {script} ended without importing torch: no run recorded", file=sys.stderr)
     elif watch.is_recorded:
-        after_run(watch.path, watch.final_findings, watch.progress)
+        write_text(summary_text(watch.path, watch.final_findings, watch.progress), sys.stderr)
     elif watch.removed:
         path = as_typed(watch.path)
         kept = f"{path} is as before" if watch.path.exists() else f"removed {path}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import click
 
 from backlight.cli.app import command
-from backlight.cli.console import print_json
+from backlight.cli.console import print_answer, print_json
 from backlight.cli.options import (
     PATH,
     RUNS,
@@ -113,9 +113,10 @@ def findings(
     if samples is not None:
         if annotation is not None or fail_on is not None:
             raise click.BadParameter("--samples excludes --format and --fail-on")
-        from backlight.cli.render.samples import print_samples
+        from backlight.monitors.health.panels.samples import answer
 
-        print_samples(run, samples, as_json=as_json)
+        reply = answer(run, samples)
+        print_answer(reply, as_json=as_json, full=True)
         return 0
     found = findings_of(run)
     if as_json:
@@ -269,18 +270,14 @@ def compare(
     if len(runs) < 2:
         raise ValueError(f"expected two runs or more, or --ab with two commands; got {len(runs)}")
     from backlight.analysis.compare import compare as compare_runs
-    from backlight.analysis.compare import comparison_json
-    from backlight.cli.render.comparison import print_comparison
+    from backlight.analysis.comparison_answer import answer
     from backlight.store.read.run import open_run
 
     opened = [open_run(path) for path in runs]
     if align or measure:
         return _overlay(opened, measure, out, align=align, as_json=as_json)
     comparison = compare_runs(opened, strict=strict, factor=factor)
-    if as_json:
-        print_json(comparison_json(comparison))
-    else:
-        print_comparison(comparison, make_console(), full=full)
+    print_answer(answer(comparison), as_json=as_json, full=full)
     if out is not None:
         from backlight.analysis.comparison_page import write_comparison
 
@@ -316,16 +313,13 @@ def _alternate(
     full: bool,
 ) -> int:
     from backlight.analysis.ab_test import run_ab_test
-    from backlight.cli.render.comparison import print_ab_test
+    from backlight.analysis.comparison_answer import ab_answer
 
     if given:
         raise ValueError("--ab takes two commands and no runs: leave out the runs, or --ab")
     with count_bar("runs", quiet=as_json) as bar:
         result = run_ab_test(commands, rounds=rounds, steps=steps, limit=limit, on_run=bar)
-    if as_json:
-        print_json(result.as_json())
-    else:
-        print_ab_test(result, make_console(), full=full)
+    print_answer(ab_answer(result), as_json=as_json, full=full)
     return 0
 
 
@@ -364,7 +358,7 @@ def query(
     write nothing.
     """
     from backlight.analysis import sql
-    from backlight.cli.render.query import print_rows, print_tables
+    from backlight.cli.render.run_list import print_rows, print_tables
     from backlight.store.read.run import open_run
 
     if path is not None and statement is None and not tables and not path.is_dir():

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import click
 
 from backlight.cli.app import command
-from backlight.cli.console import print_json
+from backlight.cli.console import print_answer, print_json
 from backlight.cli.options import PATH, RUNS, given_or_latest, json_option, readable_run, run_or_latest
 from backlight.extras import require
 from backlight.terminal import make_console, write
@@ -75,14 +75,13 @@ def doctor(*, full: bool, as_json: bool) -> int:
 
     The exit code is 1 if training scripts cannot be watched here.
     """
-    from backlight.cli.doctor import examine, is_usable
-    from backlight.cli.render.doctor import show
+    from backlight.cli.doctor import answer, examine, is_usable
 
     checks = examine()
     if as_json:
         print_json(checks)
     else:
-        show(checks, full=full)
+        print_answer(answer(checks), as_json=False, full=full)
     return int(not is_usable(checks))
 
 
@@ -121,8 +120,8 @@ def report(
     place, and the exit code is 2.
     """
     from backlight.analysis import report as run_report
-    from backlight.cli.render.report import report_panel_warnings
     from backlight.diagnose.test_matrix import report as matrix_report
+    from backlight.report.panel import report_panel_warnings
     from backlight.store.read.remote import mirror_of
 
     if plots is not None:
@@ -213,7 +212,7 @@ def top(*, path: Path | None, once: bool) -> None:
     Press q or Ctrl-C to quit.
     """
     from backlight.analysis.live import followed
-    from backlight.cli.render.live import show
+    from backlight.report.live.terminal import show
 
     (run,) = followed([given_or_latest(path)])
     show(run, make_console(), once=once)

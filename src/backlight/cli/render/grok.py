@@ -8,16 +8,12 @@ from rich.console import Console
 from rich.text import Text
 
 from backlight.analysis.overlay import Overlaid, value_at
-from backlight.cli.console import make_table
-from backlight.monitors.grokking.model.analysis import GrokkingAnalysis
-from backlight.monitors.grokking.model.lead_lag import FOLLOWS
+from backlight.cli.console import Page, make_table
+from backlight.monitors.grokking.model.analysis import GrokkingAnalysis, following_table
 from backlight.text import duration, number, size, visible
 
 if TYPE_CHECKING:
     from backlight.experiments.cost import Estimate
-
-FOLLOWING = 10
-"""Measures that are printed; --json has all."""
 
 NAME = 20
 """Characters of the name of a run for which columns of values are left out."""
@@ -83,24 +79,9 @@ def _print_control(found: GrokkingAnalysis, console: Console) -> None:
 
 
 def _print_following(found: GrokkingAnalysis, console: Console) -> None:
-    rows = found.following
-    if not rows:
+    if not found.following:
         return
-    # Without a control every row would repeat what is printed above.
-    of_control = ("control", "its end", "q") if found.controls else ()
-    table = make_table("measure", "corr.", "lead", "end", *of_control)
-    for row in rows[:FOLLOWING]:
-        end, control_ends = ("" if level is None else number(level, 3) for level in row.levels)
-        q = "" if row.q is None else number(row.q, 2)
-        table.add_row(
-            visible(row.measure).removeprefix("gram/model/").removeprefix("progress/"),
-            _signed(row.correlation),
-            f"{row.lead_steps:+,}" if row.lead_logs else "0",
-            end,
-            *((_signed(row.control), control_ends, q) if found.controls else ()),
-            style="bold green" if row.conclusion == FOLLOWS else None,
-        )
-    console.print(table)
+    Page(console).table(following_table(found))
     explained = "corr.: rank correlation with the test accuracy after memorisation; lead in steps"
     if found.controls:
         explained += (
@@ -108,8 +89,6 @@ def _print_following(found: GrokkingAnalysis, console: Console) -> None:
             "rate at which the two differ"
         )
     console.print(f"  {explained}.", style="dim")
-    if len(rows) > FOLLOWING:
-        console.print(f"  and {len(rows) - FOLLOWING} more measures; --json has all.", style="dim")
     if found.controls:
         console.print(f"  {found.signals()}")
 
@@ -144,10 +123,6 @@ def print_overlaid(overlaid: Overlaid, console: Console) -> None:
             shown = ["" if value is None else number(value, 3) for value in values]
             table.add_row("" if row else visible(measure), visible(name), *shown)
     console.print(table)
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.2f}"
 
 
 def _spread(steps: list[int], most: int) -> list[int]:

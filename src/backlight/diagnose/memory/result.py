@@ -81,8 +81,8 @@ class Logits:
     itemsize: int
     copies: int
     live_at_most: int
-    bytes: int = field(init=False)
-    formula: int = field(init=False)
+    bytes: int = field(init=False, default=0)
+    formula: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         elements = math.prod(self.shape)
@@ -147,7 +147,7 @@ class AllocatorStatistics:
     retries: int
     failures: int
 
-    fragmentation: float = field(init=False)
+    fragmentation: float = field(init=False, default=0.0)
 
     def __post_init__(self) -> None:
         share = 1 - self.allocated_peak / self.reserved_peak if self.reserved_peak else 0.0

@@ -18,8 +18,7 @@ import torch
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Candidate, RegistrationLines, candidates, named_roots
 from backlight.diagnose.missing_gradients import reasons
-from backlight.diagnose.missing_gradients.flow import Flow, find_overwritten
-from backlight.diagnose.missing_gradients.graph import Graph, WalkError, walk
+from backlight.diagnose.missing_gradients.flow import Flow, Graph, WalkError, find_overwritten, walk
 from backlight.diagnose.missing_gradients.reasons import (
     Cause,
     MissingGradients,

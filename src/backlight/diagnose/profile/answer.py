@@ -10,6 +10,7 @@ from backlight.answer import Answer, ended
 from backlight.diagnose.profile.causes import cause_line, find_causes, read_line
 from backlight.monitors.steptime.model.step_tables import profile_tables
 from backlight.text import count, duration, listed, percent
+from backlight.trace.step_limits import LIMITS, Limit, limit_of
 
 if TYPE_CHECKING:
     from backlight.diagnose.profile.line_samples import LineTime
@@ -19,14 +20,8 @@ if TYPE_CHECKING:
 LINES, SHOWN = 4, 3
 """Source lines, and parts of another fact, that are listed."""
 
-IDLE_SHARE = 0.2
-"""Share of a step from which idle time of the device limits it."""
-
 LINE_SHARE = 0.05
 """Share of a step from which a source line is listed."""
-
-COPY_SHARE = 0.05
-"""Share of a step from which a copy is listed."""
 
 
 def answer(result: ProfileResult, findings: Sequence[Finding] = ()) -> Answer:
@@ -54,7 +49,11 @@ def _verdict(result: ProfileResult) -> str:
         return f"step not measured: {result.not_measured[-1]} (first {duration(result.first_ms / 1e3)})"
     half = (step.high_ms - step.low_ms) / 2
     line = f"step {step.median_ms:.1f} ms ± {half:.1f}"
-    if result.device is not None and result.device.idle < IDLE_SHARE:
+    exposed = result.exposed_communication
+    limit = limit_of(result.device.idle, result.device.causes, exposed) if result.device is not None else None
+    if limit is Limit.COMMUNICATION and exposed is not None:
+        return f"{line}, limited by communication: {percent(exposed)} of it with no computation"
+    if result.device is not None and limit is Limit.DEVICE:
         kind = (
             f": {result.kinds[0].name} is {percent(result.kinds[0].share)} of its time"
             if result.kinds
@@ -77,7 +76,7 @@ def _facts(result: ProfileResult) -> list[str]:
     above = _verdict(result)
     lines = [one for one in result.lines or () if one.line and one.ms >= LINE_SHARE * step]
     lines = [one for one in lines if line_text(one) not in above]
-    copies = [row for row in result.copies or () if row.share >= COPY_SHARE][:1]
+    copies = [row for row in result.copies or () if row.share >= LIMITS.copy][:1]
     off = [row.name for row in result.optimizations if row.state == "off"]
     named = {
         **{f"cause {number}": cause_line(one) for number, one in enumerate(find_causes(result)[1:], 2)},

@@ -31,6 +31,7 @@ from backlight.distributed import world
 from backlight.launch.subprocess import run_in_own_session
 from backlight.monitors.steptime.model.step_comparison import interleave
 from backlight.monitors.steptime.model.step_times import paired_difference
+from backlight.trace.step_limits import LIMITS
 
 if TYPE_CHECKING:
     from backlight.diagnose.profile.run import Profile, ProfileOptions
@@ -46,9 +47,6 @@ VARIABLE = "BACKLIGHT_CONTROL"
 
 CONFIDENCE = 0.95
 """Of the interval of a control; only a few pairs of runs are affordable."""
-
-DATA_SHARE, CLIP_SHARE, OPTIMIZER_SHARE, COPY_SHARE = 0.1, 0.05, 0.1, 0.05
-"""Shares of a step from which data, clipping, the optimizer or the copies of a line are suspected."""
 
 MIN_EFFECT = 0.05
 """Share of a step that is sought where the most that a control can save is not known."""
@@ -96,13 +94,13 @@ def find_suspicions(profile: Profile) -> list[Suspicion]:
     share = {name: phase.share for name, phase in profile.result.phases.items()}
     state = {row.name: row.state for row in profile.result.optimizations}
     found = []
-    if share.get("data", 0) > DATA_SHARE:
+    if share.get("data", 0) > LIMITS.data:
         claim = f"waiting for data takes {share['data']:.0%} of a step"
         found.append(Suspicion(CACHED_BATCH, claim, share["data"]))
-    if share.get("clip", 0) > CLIP_SHARE:
+    if share.get("clip", 0) > LIMITS.clip:
         claim = f"clipping takes {share['clip']:.0%} of a step"
         found.append(Suspicion(NO_CLIPPING, claim, share["clip"]))
-    if share.get("optimizer", 0) > OPTIMIZER_SHARE and state.get("fused optimizer") == OFF:
+    if share.get("optimizer", 0) > LIMITS.optimizer and state.get("fused optimizer") == OFF:
         claim = f"the optimizer loops over parameters and takes {share['optimizer']:.0%} of a step"
         found.append(Suspicion(FUSED_OPTIMIZER, claim, share["optimizer"]))
     live = profile.observed.live
@@ -117,7 +115,7 @@ def find_suspicions(profile: Profile) -> list[Suspicion]:
     found += [
         Suspicion(WITHOUT_LINE, f"copies of {Path(line).name} take {spent:.0%} of a traced step", spent, line)
         for line, spent in sorted(by_line.items(), key=lambda entry: -entry[1])
-        if spent > COPY_SHARE
+        if spent > LIMITS.copy
     ]
     return found
 

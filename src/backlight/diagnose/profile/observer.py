@@ -7,18 +7,20 @@ modules come from the traced ones, whose overhead is known from both.
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from backlight import devices
 from backlight.capture.fingerprint import take_fingerprint
-from backlight.capture.hub import HUB
+from backlight.capture.hub import HUB, Listener
 from backlight.capture.step_sink import StepSummary
-from backlight.diagnose.profile.device_phases import DevicePhases
+from backlight.devices import is_capturing_graph, timing_event
 from backlight.diagnose.profile.line_samples import LineSampler
 from backlight.diagnose.profile.optimizations import LiveObjects, read_live_objects
 from backlight.diagnose.profile.ranges import (
@@ -34,7 +36,88 @@ from backlight.diagnose.script_observer import StepObserver
 from backlight.distributed import world
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
 from backlight.monitors.steptime.model.step_times import WINDOW_STEPS, find_steady
-from backlight.records import Fingerprint, ParameterRecord
+from backlight.records import Fingerprint, ParameterRecord, Phase
+
+MAX_PENDING_STEPS = 64
+"""Steps that may wait to be read; older ones are dropped and counted."""
+
+
+class DeviceEvent(Protocol):
+    """The used part of :class:`torch.Event`."""
+
+    def record(self) -> None:
+        """Record the event in the current stream."""
+
+    def query(self) -> bool:
+        """Return whether the stream has passed it."""
+
+    def synchronize(self) -> None:
+        """Wait until the stream has passed it."""
+
+    def elapsed_time(self, end_event: Any) -> float:
+        """Return milliseconds from this event to a later one."""
+
+
+class DevicePhases(Listener):
+    """Marks phases in the current stream; ``make`` creates an event.
+
+    ``steps`` are seconds by phase of each step, in order; ``dropped_steps`` counts steps whose events were
+    not passed before too many others were pending.
+    """
+
+    def __init__(self, make: Callable[[], DeviceEvent] = timing_event) -> None:
+        self._make = make
+        self._phase = Phase.OTHER
+        self._spare: list[DeviceEvent] = []
+        self._marks: list[tuple[str, DeviceEvent]] = []
+        self._pending: deque[list[tuple[str, DeviceEvent]]] = deque()
+        self.steps: list[dict[str, float]] = []
+        self.dropped_steps = 0
+
+    def phase_changed(self, phase: Phase) -> None:
+        """Mark the boundary, from the end of the first step on."""
+        self._phase = phase
+        if self._marks:
+            self._mark()
+
+    def end_step(self) -> None:
+        """End the step: read the steps that have passed, without waiting."""
+        if not self._marks:
+            self._mark()  # the first boundary of the first step
+            return
+        self._mark()
+        self._pending.append(self._marks)
+        # The last event of this step is the first of the next.
+        self._marks = [self._marks[-1]]
+        while self._pending and self._pending[0][-1][1].query():
+            self._read(self._pending.popleft())
+        while len(self._pending) > MAX_PENDING_STEPS:
+            self.dropped_steps += 1
+            self._free(self._pending.popleft())
+
+    def finish(self) -> None:
+        """Read the remaining steps; the steps are over, so that waiting for the device is allowed."""
+        while self._pending:
+            self._pending[0][-1][1].synchronize()
+            self._read(self._pending.popleft())
+
+    def _mark(self) -> None:
+        if is_capturing_graph():
+            return
+        event = self._spare.pop() if self._spare else self._make()
+        event.record()
+        self._marks.append((self._phase, event))
+
+    def _read(self, marks: list[tuple[str, DeviceEvent]]) -> None:
+        times: dict[str, float] = {}
+        for (phase, begin), (_, end) in pairwise(marks):
+            times[phase] = times.get(phase, 0.0) + begin.elapsed_time(end) / 1e3
+        self.steps.append(times)
+        self._free(marks)
+
+    def _free(self, marks: list[tuple[str, DeviceEvent]]) -> None:
+        self._spare += [event for _, event in marks[:-1]]
+
 
 EXTENSION = 4
 """Times as many steps are clocked as requested where no steady part is found in them."""

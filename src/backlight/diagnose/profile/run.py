@@ -24,8 +24,15 @@ from backlight.diagnose.profile.module_tree import module_tree
 from backlight.diagnose.profile.observer import Observed, ProfileObserver
 from backlight.diagnose.profile.optimizations import find_optimizations
 from backlight.diagnose.profile.result import PeakMemory, ProfileResult, write_flame_graph
-from backlight.diagnose.profile.step_summary import StepProfile, optimizer_times, summarize_steps
-from backlight.diagnose.profile.throughput import Attention, find_attention, peak_flops, throughput
+from backlight.diagnose.profile.step_summary import (
+    Attention,
+    StepProfile,
+    find_attention,
+    optimizer_times,
+    peak_flops,
+    summarize_steps,
+    throughput,
+)
 from backlight.distributed import world
 from backlight.launch.observe import end_script, explain
 from backlight.launch.script import NoTrainingError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -10,6 +11,9 @@ import numpy as np
 
 from backlight.monitors.steptime.model.step_times import MIN_STEPS, SeriesError, find_steady, summarize
 from backlight.records import Phase
+from backlight.trace.classification import PHASES
+from backlight.trace.events import Events, Trace
+from backlight.trace.timeline import Timeline
 
 SUM_TOLERANCE = 0.02
 """Share by which the phases of a step may miss the step."""
@@ -152,3 +156,131 @@ def optimizer_times(
 
 def _order(name: str) -> tuple[int, str]:
     return (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)
+
+
+PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("V100", 125e12),
+    ("T4", 65e12),
+    ("RTX 4090", 165e12),
+    ("RTX 3090", 71e12),
+    ("MI300X", 1307e12),
+    ("MI250", 362e12),
+)
+"""Dense bf16 or fp16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets; the first
+match counts. An MI250 is two devices to torch, and each has half of 362e12."""
+
+_CALL = "aten::scaled_dot_product_attention"
+_KERNELS = "aten::_scaled_dot_product_"
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """Tokens per second over all ranks, and MFU; None where unknown.
+
+    ``mfu_basis`` states what the MFU rests on, or why there is none.
+    """
+
+    tokens_per_second: float | None
+    mfu: float | None
+    mfu_basis: str
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Calls of attention per step, their operations forward and backward, and the shape of a query."""
+
+    calls: float
+    operations: float
+    shape: str
+
+
+def peak_flops(device: str) -> float | None:
+    """Return the peak of a device by its name, None for an unknown one."""
+    for part, peak in PEAK_FLOPS:
+        if part.lower() in device.lower():
+            return peak / 2 if part == "MI250" else peak
+    return None
+
+
+def throughput(
+    step_seconds: float,
+    *,
+    tokens: int | None,
+    parameters: int,
+    attention: float | None,
+    peak: float | None,
+    world: int = 1,
+    device: str = "",
+    recomputed: float = 0.0,
+) -> Throughput:
+    """Return tokens per second and MFU of a step of ``tokens`` on ``world`` devices of ``peak`` FLOP/s.
+
+    ``attention`` is 12 L d T, the operations of attention per token, left out where None; ``device`` is the
+    name whose tabled peak it is; ``recomputed`` are seconds of forwards inside backward, for the basis.
+    """
+    if tokens is None:
+        return Throughput(None, None, "tokens per step were not given (--tokens-per-step)")
+    rate = tokens / step_seconds
+    if peak is None:
+        return Throughput(rate, None, "the peak of this device is not known (--peak-flops)")
+    per_token = 6 * parameters + (attention or 0.0)
+    counted = (
+        f", and {attention:,.4g} of attention (12 L d T) a token"
+        if attention
+        else ", attention not counted (no call of scaled_dot_product_attention with shapes in the trace)"
+    )
+    source = f" ({device}, dense 16 bit)" if device else ""
+    work = f", which takes {recomputed * 1e3:,.1f} ms of a step here" if recomputed else "; there is none"
+    basis = (
+        f"6 N with N = {parameters:,} (all parameters){counted}; "
+        f"peak {peak / 1e12:,.4g} TFLOP/s a device{source} on {world} device(s); "
+        f"recomputation is not counted as work{work}"
+    )
+    return Throughput(rate, rate * per_token / (world * peak), basis)
+
+
+def find_attention(trace: Trace, steps: int) -> Attention | None:
+    """Return the operations of attention per step; None where no call with shapes is in the trace.
+
+    With batch B, heads H, lengths T and S, and head dimension D, one call has ``12 B H T S D`` operations; a
+    causal mask is not subtracted. Calls inside backward are recomputed ones, which MFU does not count.
+    """
+    timeline = Timeline(trace)
+    events, tree = timeline.events, timeline.tree
+    codes = [
+        code
+        for code, name in enumerate(events.words["name"])
+        if name == _CALL or (name.startswith(_KERNELS) and "backward" not in name)
+    ]
+    if not codes:
+        return None
+    is_call = np.isin(events["name"][tree.rows], codes)
+    # A kernel lies inside the call that chose it, and is counted with it.
+    above = tree.inherited(np.where(is_call, np.arange(len(is_call)), -1))
+    is_outermost = is_call & ~np.where(tree.parent >= 0, above[tree.parent] >= 0, False)
+    is_forward = timeline.phases != PHASES.index(Phase.BACKWARD)
+    in_step = timeline.step_of(tree.start) >= 0
+    rows = tree.rows[is_outermost & is_forward & in_step].tolist()
+    found = [call for row in rows if (call := _operations(events, row)) is not None]
+    if not found:
+        return None
+    return Attention(len(found) / steps, sum(operations for operations, _ in found) / steps, found[0][1])
+
+
+def _operations(events: Events, row: int) -> tuple[float, str] | None:
+    text = events.word("shapes", row)
+    shapes = json.loads(text) if text else []
+    if len(shapes) < 2 or any(not isinstance(s, list) or len(s) < 2 for s in shapes[:2]):
+        return None
+    query, key = shapes[0], shapes[1]
+    length, size = query[-2:]
+    batch = int(np.prod(query[:-2], dtype=np.int64))
+    return 12.0 * batch * length * key[-2] * size, "x".join(map(str, query))

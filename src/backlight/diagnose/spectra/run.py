@@ -21,15 +21,16 @@ from backlight.diagnose.spectra.checkpoint_measurement import (
     ReplicateData,
     check_data,
 )
-from backlight.diagnose.spectra.checkpoints import (
+from backlight.diagnose.spectra.options import (
     CHECKPOINT,
     CONFIGURATION,
     Checkpoint,
     Earlier,
+    SpectraProgress,
+    SpectraRequest,
     find_checkpoints,
     read_earlier,
 )
-from backlight.diagnose.spectra.options import SpectraProgress, SpectraRequest
 from backlight.launch.recipe import Recipe, read_recipe
 from backlight.monitors.spectra.instrument.layers import Selection, select_layers
 from backlight.monitors.spectra.instrument.rank_group import RankGroup, launched_ranks

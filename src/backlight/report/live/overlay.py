@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from backlight.answer import Table, indexed
 from backlight.findings.losses import losses_of
 from backlight.report import verdict
 from backlight.report.encoding import script_json
@@ -92,7 +93,8 @@ class Several:
 def _drawn(read: Sequence[tuple[str, Followed, Source]]) -> Iterator[dict[str, Any]]:
     """Yield the table of the runs and their charts; what fails is named in its place, and the rest stays."""
     rows = [_row(name, run, source) for name, run, source in read]
-    yield listing(HEADS, rows, figures=(2, 3, 4), remarks=left_out(len(read)))
+    table = Table(indexed(HEADS, numbers=(2, 3, 4)), rows, title="Runs")
+    yield listing(table, remarks=left_out(len(read)))
     yield from curve_panels([(name, source) for name, _, source in read])
 
 

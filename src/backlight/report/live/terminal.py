@@ -6,24 +6,34 @@ effect.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable, Sequence
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from backlight.findings.losses import losses_of
 from backlight.records import Finding, Severity
-from backlight.report.live.follower import Stand, Standing
+from backlight.report.live.follower import Followed, Stand, Standing
 from backlight.report.panel import error_text
 from backlight.report.source import Source
 from backlight.report.sparkline import sparkline
 from backlight.report.verdict import sampled_text, tally, where
 from backlight.text import count, duration, number, percent, told_apart, visible
+
+BEAT = 0.1
+"""Seconds between two looks at keyboard and news."""
+
+LEAVE = {"q", "Q", "\x03", "\x1b"}
 
 RECENT = 20
 """Steps over which speed and phases are taken."""
@@ -238,3 +248,57 @@ def _distinct(found: Sequence[Finding]) -> list[Finding]:
         (rest if finding.rule in seen else first).append(finding)
         seen.add(finding.rule)
     return [*first, *rest]
+
+
+def show(run: Followed, console: Console, *, once: bool = False) -> None:
+    """Print one frame, or frames until the run has ended or until q or Ctrl-C is pressed."""
+    if once or not console.is_terminal:
+        run.look()
+        console.print(frame(run.name, run.stand, run.source, console.width))
+        return
+    run.start()
+    try:
+        with _keys() as pressed, Live(console=console, auto_refresh=False, screen=True) as screen:
+            drawn, width = None, 0
+            while not run.stand.over:
+                run.touch()
+                if (run.version, console.width) != (drawn, width):
+                    drawn, width = run.version, console.width
+                    screen.update(frame(run.name, run.stand, run.source, width), refresh=True)
+                if pressed(BEAT) in LEAVE:
+                    break
+    except KeyboardInterrupt:
+        pass  # how it is left
+    finally:
+        run.close()
+    # The last frame stays in the terminal, as the screen behind it is gone.
+    console.print(frame(run.name, run.stand, run.source, console.width))
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits some seconds for a key and returns it, empty where none came."""
+    try:
+        import termios  # noqa: PLC0415 - not on every system
+        import tty  # noqa: PLC0415 - not on every system
+
+        number = sys.stdin.fileno()
+        before = termios.tcgetattr(number)
+    except (ImportError, OSError, ValueError, termios.error):
+        yield _no_keys  # no keyboard here: Ctrl-C still works
+        return
+    tty.setcbreak(number)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([sys.stdin], [], [], seconds)
+        return sys.stdin.read(1) if ready else ""
+
+    try:
+        yield pressed
+    finally:
+        termios.tcsetattr(number, termios.TCSADRAIN, before)
+
+
+def _no_keys(seconds: float) -> str:
+    time.sleep(seconds)
+    return ""

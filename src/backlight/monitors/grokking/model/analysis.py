@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight import codec
+from backlight.answer import Column, Table, word
 from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.monitors.grokking.model.curves import DetectionError, change_points
 from backlight.monitors.grokking.model.lead_lag import FOLLOWS, LeadLag, lead_lags, needed_of_each
@@ -23,7 +24,7 @@ from backlight.monitors.grokking.model.reader import (
 from backlight.monitors.grokking.model.verdicts import Detection, LeadLagLimits, VerdictLimits
 from backlight.store.errors import StoreError
 from backlight.store.read.run import Run, open_run
-from backlight.text import count, listed, visible
+from backlight.text import count, listed, number, visible
 
 MAX_NEIGHBOURS = 200
 """Directories next to a run that are searched for its control."""
@@ -80,6 +81,32 @@ class GrokkingAnalysis:
         if self.control is not None and self.control_detection is not None:
             plain["control"] = {"run": str(self.control.path), **codec.plain(self.control_detection)}
         return plain
+
+
+def following_table(analysis: GrokkingAnalysis) -> Table:
+    """Return the measures that correlate with the test accuracy, the strongest first, and controls."""
+    of_control = (
+        Column("control", "control", _signed), Column("its end", lambda row: row.levels[1], _digits),
+        Column("q", "q", lambda q: number(q, 2)),
+    )  # fmt: skip
+    columns = (
+        word("measure", lambda row: row.measure.removeprefix("gram/model/").removeprefix("progress/")),
+        Column("corr.", "correlation", _signed),
+        Column("lead", lambda row: row.lead_steps if row.lead_logs else 0, lambda steps: f"{steps:+,}"),
+        Column("end", lambda row: row.levels[0], _digits),
+        # Without a control every row would repeat what is said of the run.
+        *(of_control if analysis.controls else ()),
+        word("", "conclusion"),
+    )
+    return Table(columns, analysis.following, brief=10, wide=1)
+
+
+def _signed(value: float) -> str:
+    return f"{value:+.2f}"
+
+
+def _digits(value: float) -> str:
+    return number(value, 3)
 
 
 def analyse(

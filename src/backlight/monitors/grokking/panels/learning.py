@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from backlight.monitors.grokking.model.analysis import GrokkingAnalysis, analyse_if_possible
+from backlight.monitors.grokking.model.analysis import GrokkingAnalysis, analyse_if_possible, following_table
 from backlight.monitors.grokking.model.curves import Interval
 from backlight.report.charts import Axis, Line, Span, chart, spans_decades
-from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
+from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, tabular
 from backlight.report.source import Source
 from backlight.store.read.run import Run, Scalar
 from backlight.text import count, listed, number, visible
@@ -251,23 +251,5 @@ def correlations(source: Source) -> Drawn | NotMeasured:
     learning = analysis_of(source)
     if learning is None or not learning.following:
         return NotMeasured("No measure was recorded at steps with a test accuracy.")
-    rows = [
-        [
-            visible(row.measure.removeprefix("gram/model/").removeprefix("progress/")),
-            _signed(row.correlation),
-            f"{row.lead_steps:+,}" if row.lead_logs and row.lead_steps else "0",
-            _signed(row.control),
-            *("" if level is None else number(level, 3) for level in row.levels),
-            "" if row.q is None else number(row.q, 2),
-            visible(row.conclusion),
-        ]
-        for row in learning.following
-    ]
-    heads = ("measure", "correlation", "lead", "control", "end", "control ends", "q", "")
-    data = {"name": "Correlations", "heads": heads, "figures": (1, 2, 3, 4, 5, 6), "rows": rows}
-    remarks = (learning.signals() if learning.controls else "Without a control no conclusion is drawn.",)
-    return Drawn("listing", data, (), remarks)
-
-
-def _signed(value: float | None) -> str:
-    return "" if value is None else f"{value:+.2f}"
+    remark = learning.signals() if learning.controls else "Without a control no conclusion is drawn."
+    return tabular(following_table(learning), remarks=[remark])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from backlight.answer import Table, indexed
-from backlight.monitors.health.model.spike_samples import SAMPLES
+from backlight.answer import Answer, Table, indexed
+from backlight.monitors.health.model.spike_samples import SAMPLES, samples_of
 from backlight.report.panel import Drawn, NotMeasured, panel, tabular
 from backlight.report.source import Source
-from backlight.store.read.run import Event
+from backlight.store.read.run import Event, Run
 from backlight.text import count, number, visible
 
 ROWS = 24
@@ -50,7 +52,7 @@ def spike_samples(source: Source) -> Drawn | NotMeasured:
         return NotMeasured(" ".join(remarks))
     if len(rows) > ROWS:
         remarks.append(f"{count(len(rows) - ROWS, 'more sample')} were decomposed.")
-    return tabular(Table(indexed(HEAD), rows[:ROWS]), remarks=remarks)
+    return tabular(Table(indexed(HEAD, numbers=range(len(HEAD))), rows[:ROWS]), remarks=remarks)
 
 
 def rows_of(event: Event) -> list[list[str]]:
@@ -65,3 +67,22 @@ def _row(event: Any, call: Any, top: Any) -> tuple[float, list[str]]:
     at = (event.step, event.rank, call["number"] + 1, top["sample"])
     share = f"{100 * top['share']:.0f} %"
     return top["share"], [*map(str, at), index, copies, share, *numbers]
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """What is known of the samples of a step; ``decomposed`` are the payloads of its events by rank."""
+
+    step: int
+    text: str
+    decomposed: Sequence[Mapping[str, Any]]
+
+
+def answer(run: Run, step: int) -> Answer:
+    """Return what is known of the samples of ``step``: sentences, then those with the largest shares."""
+    text, events = samples_of(run, step), [e for e in run.events(SAMPLES) if e.step == step]
+    record = StepSamples(step, text, [{"rank": event.rank, **event.payload} for event in events])
+    rows = [row[1:] for event in events for row in rows_of(event)]
+    table = Table(indexed(HEAD[1:], numbers=range(len(HEAD))), rows, brief=len(rows))
+    verdict, *facts = text.splitlines()
+    return Answer(verdict, record, tuple(facts), (table,) if rows else ())

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from backlight import codec
 from backlight.monitors.steptime.model.evidence import read_runtime_info
 from backlight.monitors.steptime.model.step_times import (
     CONFIDENCE,
@@ -49,8 +48,9 @@ NEGLIGIBLE = 0.002
 class TimeRow:
     """One phase in two runs: milliseconds of either, and the second over the first with its interval.
 
-    ``ratio`` is that of the milliseconds, None where it was not tested; ``found`` is whether a difference is
-    claimed, for which the interval must exclude 1.
+    ``ratio`` is that of the milliseconds, None where it was not tested; ``is_significant``: a difference is
+    claimed, for which the interval must exclude 1. ``verdict`` is ``faster``, ``slower``, ``undecided`` and
+    why, or why there is no test.
     """
 
     name: str
@@ -60,10 +60,12 @@ class TimeRow:
     low: float | None = None
     high: float | None = None
     is_significant: bool = False
+    verdict: str = field(init=False, default="")
 
-    @property
-    def verdict(self) -> str:
-        """``faster``, ``slower``, ``undecided`` and why, or why there is no test."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "verdict", self._verdict())
+
+    def _verdict(self) -> str:
         if self.ratio is None or self.low is None or self.high is None:
             return "too short to test" if self.first_ms and self.second_ms else "not in both"
         if self.is_significant:
@@ -84,7 +86,8 @@ class TimeComparison:
 
     ``counts`` are steady steps of each run, or pairs; ``confidence`` is that of the interval of the step.
     ``variation`` between equal runs is part of the intervals; it was measured over ``repeats`` runs, or is
-    assumed. Without ``rows``, ``trouble`` gives the reason. ``names`` are those of the runs.
+    assumed. Without ``rows``, ``trouble`` gives the reason. ``names`` are those of the runs. ``verdict`` is
+    the result in one line, ``basis`` what the intervals rest on.
     """
 
     counts: tuple[int, int]
@@ -94,10 +97,14 @@ class TimeComparison:
     variation: Variation = NONE
     repeats: int = 0
     names: tuple[str, str] = ("A", "B")
+    verdict: str = field(init=False, default="")
+    basis: str = field(init=False, default="")
 
-    @property
-    def verdict(self) -> str:
-        """The result in one line."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "verdict", self._verdict())
+        object.__setattr__(self, "basis", self._basis())
+
+    def _verdict(self) -> str:
         if not self.rows:
             return f"Step times are not compared: {', '.join(self.trouble)}."
         step, (baseline, other) = self.rows[0], self.names
@@ -113,23 +120,11 @@ class TimeComparison:
             return f"equal runs vary by {deviation}, measured over {self.repeats} runs"
         return f"equal runs are assumed to vary by {deviation} (no steady repeat to measure it)"
 
-    @property
-    def basis(self) -> str:
-        """What the intervals rest on, in one line."""
+    def _basis(self) -> str:
         (first, second), (baseline, other) = self.counts, self.names
         steps = f"{first:,} steady steps of {baseline} and {second:,} of {other}"
         levels = f"{100 * self.confidence:.0f} % (all phases together {100 * CONFIDENCE:.0f} %)"
         return f"Intervals of {levels} from {steps}; {self.variation_text}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything as JSON types; the freedom of a variation, which may be infinite, is left out."""
-        return {
-            **codec.plain(self),
-            "verdict": self.verdict,
-            "basis": self.basis,
-            "rows": [{**codec.plain(row), "verdict": row.verdict} for row in self.rows],
-            "variation": {"deviation": self.variation.deviation, "measured": self.variation.is_measured},
-        }
 
 
 def compare_times(

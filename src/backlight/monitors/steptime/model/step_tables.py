@@ -9,11 +9,10 @@ from typing import Any
 from backlight.answer import Column, Table, calls, ms, share, word
 from backlight.text import count, duration, percent, scaled, size
 from backlight.trace.classification import ENGINE
+from backlight.trace.tables import LAYOUTS
 
 SMALL = 0.005
 """Share of a phase from which an operator is shown, and of a step from which a module of the tree is."""
-
-LAYOUTS = {None: "-", True: "same", False: "differs"}
 
 Content = Mapping[str, Any]
 

@@ -36,12 +36,10 @@ from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Event, Run
 from backlight.text import count, duration
+from backlight.trace.step_limits import HOST_CAUSES, LIMITS, Limit, StepLimits, host_share, limit_of
 
 CONTROL = "cached batch"
 """Name of the control that repeats one batch."""
-
-HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
-"""Causes of idle time on the host."""
 
 FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """Optimizers of torch that have a fused implementation on every device."""
@@ -54,7 +52,9 @@ SHARED = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 class BottleneckLimits(BusyLimits):
     """Limits of the rule ``bottleneck``."""
 
-    data_share: float = limit(0.1, "share of a steady step spent waiting for data", source=FORMULAS, high=1.0)
+    data_share: float = limit(
+        LIMITS.data, "share of a steady step spent waiting for data", source=FORMULAS, high=1.0
+    )
     data_alone: float = limit(
         0.5, "share of a steady step spent waiting for data that is reported without a profile", high=1.0
     )
@@ -64,20 +64,22 @@ class BottleneckLimits(BusyLimits):
     traced_steps: int = limit(
         10, "traced steps that a claim from a trace needs: fewer show no variance", low=6
     )
-    launch_idle: float = limit(0.2, "share of a step in which the device is idle", high=1.0)
+    launch_idle: float = limit(LIMITS.idle, "share of a step in which the device is idle", high=1.0)
     launch_host: float = limit(
-        0.5, "share of that idle time in which the device waits for the host to launch", high=1.0
+        LIMITS.host, "share of that idle time in which the device waits for the host to launch", high=1.0
     )
     exposed_share: float = limit(
-        0.1, "share of a step in which the device communicates and computes nothing", high=1.0
+        LIMITS.exposed, "share of a step in which the device communicates and computes nothing", high=1.0
     )
     copy_share: float = limit(
-        0.05,
+        LIMITS.copy,
         "share of a step that copies from one line take: a well-kept model casts and lays out in about 1 %",
         high=1.0,
     )
     optimizer_share: float = limit(
-        0.1, "share of a step in the optimizer; a fused update of a usual model takes 1 to 5 %", high=1.0
+        LIMITS.optimizer,
+        "share of a step in the optimizer; a fused update of a usual model takes 1 to 5 %",
+        high=1.0,
     )
     optimizer_floor: float = limit(
         5e-3,
@@ -189,9 +191,10 @@ def _launches(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         return
     idle = float(device.get("idle") or 0.0)
     causes: dict[str, float] = device.get("causes") or {}
-    host = sum(causes.get(name, 0.0) for name in HOST_CAUSES)
+    host = host_share(causes)
+    limited = limit_of(idle, causes, limits=StepLimits(idle=limits.launch_idle, host=limits.launch_host))
     is_idle = _mostly_above(device.get("idle_by_step"), limits.launch_idle)
-    if not is_idle or idle <= limits.launch_idle or host <= limits.launch_host:
+    if not is_idle or limited is not Limit.LAUNCHES:
         return
     main = max(HOST_CAUSES, key=lambda name: causes.get(name, 0.0))
     attempt = (

@@ -1,21 +1,19 @@
-"""What limits the steps of a trace, in one line, and the facts behind it in at most ten."""
+"""Answer of ``trace``: what limits the steps, the facts behind it, and the tables."""
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import replace
 
 import numpy as np
 
-from backlight.text import duration, percent
-from backlight.trace.analysis import RankAnalysis, exposed_communication, idle_share
+from backlight.answer import Answer, Table
+from backlight.text import duration, listed, percent
+from backlight.trace.analysis import Analysis, RankAnalysis, exposed_communication, idle_causes, idle_share
 from backlight.trace.classification import Kind, short
-from backlight.trace.utilization import Idle
-
-IDLE_SHARE = 0.2
-"""Share of a step from which idle time is what limits it, where communication does not."""
-
-EXPOSED_SHARE = 0.2
-"""Share of a step from which communication without computation is what limits it."""
+from backlight.trace.ranks import Ranks, stragglers
+from backlight.trace.step_limits import Limit, limit_of
+from backlight.trace.tables import CAUSES, critical_path, diff_tables, idle_spent, ms, rank_tables, waits
+from backlight.trace.trace_diff import TraceDiff
 
 KIND_SHARE = 0.2
 """Share of the host's time from which a kind of operation is named."""
@@ -23,18 +21,72 @@ KIND_SHARE = 0.2
 SHOWN = 3
 """Kinds, operators and parts of the path that a line names."""
 
-CAUSES = {
-    "host_bound": "the next kernel was not launched yet",
-    "synchronisation": "the host had waited for the device",
-    "data": "the host waited for a DataLoader",
-    "communication": "the host waited for a collective",
-    "launch_gap": "launch latency",
-    "queued": "launched work waited for another stream or rank",
-    "unknown": "for a reason that the trace does not show",
-}
+GROUPS = 4
+"""Process groups whose steps have a table; --json has them all."""
 
 
-def verdict(rank: RankAnalysis) -> str:
+def answer(analysis: Analysis) -> Answer:
+    """Return the answer of one or several traces: what limits each rank, then the ranks together."""
+    several = len(analysis.traces) > 1
+    facts: list[str] = []
+    tables: list[Table] = []
+    notes: list[str] = []
+    verdicts = []
+    for one in analysis.traces:
+        rank = "" if one.rank is None else f"rank {one.rank}: "
+        verdicts.append(f"{rank}{_verdict(one)}")
+        named = rank if several else ""
+        facts += [f"{named}{line}" for line in _facts(one)]
+        notes += [f"{named}{note}" for note in one.notes]
+        tables += [_named(table, named) for table in rank_tables(one)]
+    ranks = analysis.ranks
+    if ranks is None:
+        return Answer(verdicts[0], analysis, tuple(facts), tuple(tables), tuple(notes))
+    late, *together = _together(ranks)
+    if ranks.steps:
+        tables += [waits(ranks, straggler.group) for straggler in stragglers(ranks)[:GROUPS]]
+    return Answer(late, analysis, (*verdicts, *together, *facts), tuple(tables), (*ranks.notes, *notes))
+
+
+def _named(table: Table, prefix: str) -> Table:
+    first, *rest = table.columns
+    return replace(table, columns=(replace(first, title=f"{prefix}{first.title}"), *rest))
+
+
+def _together(ranks: Ranks) -> list[str]:
+    """Return a line on each group of ranks: which of them comes last; and on what is compared."""
+    size = "" if ranks.world_size is None else f" of {ranks.world_size}"
+    lines = [f"{len(ranks.given)}{size} ranks"]
+    if not ranks.steps:
+        return lines
+    late = stragglers(ranks)
+    for one in late:
+        group = "" if len(late) == 1 else f"group of ranks {listed(list(map(str, one.group)), 8)}: "
+        often = f"comes last in {one.count} of {one.steps} steps, by {percent(one.delay)} of a step"
+        lines.append(f"{group}rank {one.rank} {often}")
+    lines[:2] = ["; ".join(lines[:2])]
+    return [*lines, f"{ranks.collectives:,} common collectives, clocks {ranks.clocks}"]
+
+
+def diff_answer(difference: TraceDiff) -> Answer:
+    """Return the answer of two traces: how the step changed, and what changed most."""
+    step = difference.step[1] / difference.step[0] - 1 if difference.step[0] else 0.0
+    first, second = difference.total
+    change = f"{'+' if second > first else ''}{ms(second - first)}"
+    return Answer(
+        f"step {ms(difference.step[0])} ms to {ms(difference.step[1])} ms ({100 * step:+.1f} %)",
+        difference,
+        (
+            f"{difference.where} per step {ms(first)} ms to {ms(second)} ms ({change} ms)",
+            f"A: {difference.paths[0]}",
+            f"B: {difference.paths[1]}",
+        ),
+        tuple(diff_tables(difference)),
+        difference.notes,
+    )
+
+
+def _verdict(rank: RankAnalysis) -> str:
     """Return what limits the steps, in one line."""
     lengths = _lengths(rank)
     what = f"{'step' if rank.steps[0].number is not None else 'trace of'} {_time(float(np.median(lengths)))}"
@@ -45,10 +97,11 @@ def verdict(rank: RankAnalysis) -> str:
         kinds = [row for row in rank.kinds if row.name != Kind.OTHER and row.share >= KIND_SHARE]
         kind = f"; {kinds[0].name} takes {percent(kinds[0].share)} of it" if kinds else ""
         return f"{what}, no device{where}{kind}"
-    causes = _causes(rank)
-    if exposed >= max(EXPOSED_SHARE, idle):
+    causes = idle_spent(rank)
+    limit = limit_of(idle, idle_causes(rank), exposed)
+    if limit is Limit.COMMUNICATION:
         return f"{what}, limited by communication: {percent(exposed)} of it with no computation"
-    if idle >= IDLE_SHARE and causes:
+    if limit is not Limit.DEVICE and causes:
         name, spent = next(iter(causes.items()))
         whole = sum(causes.values())
         part = percent(spent / whole)
@@ -58,10 +111,10 @@ def verdict(rank: RankAnalysis) -> str:
     return f"{what}, {busy}: {top.name} is {percent(top.share)} of its time"
 
 
-def facts(rank: RankAnalysis) -> list[str]:
-    """Return at most ten lines behind the verdict."""
+def _facts(rank: RankAnalysis) -> list[str]:
+    """Return the lines behind the verdict."""
     lengths = _lengths(rank)
-    causes, path = _causes(rank), _path(rank)
+    causes, path = idle_spent(rank), critical_path(rank)
     whole, length = sum(row.duration for row in rank.usual_steps) or 1, sum(path.values()) or 1
     exposed = exposed_communication(rank)
     lines = {
@@ -109,24 +162,6 @@ def _full_queue(analysis: RankAnalysis) -> str:
 
 def _lengths(analysis: RankAnalysis) -> list[int]:
     return list({row.number: row.duration for row in analysis.steps}.values())
-
-
-def _causes(analysis: RankAnalysis) -> dict[str, int]:
-    spent = {f.name: sum(getattr(row.idle, f.name) for row in analysis.usual_steps) for f in fields(Idle)}
-    return {name: ns for name, ns in sorted(spent.items(), key=lambda item: -item[1]) if ns}
-
-
-def _path(analysis: RankAnalysis) -> dict[str, int]:
-    parts: dict[str, int] = {}
-    for path in {id(row.critical_path): row.critical_path for row in analysis.usual_steps}.values():
-        for name, spent in (
-            *((f"host {name}", ns) for name, ns in path.host.items()),
-            *((f"device {name}", ns) for name, ns in path.device.items()),
-            ("launch", path.launch),
-            ("return from waits", path.synchronisation),
-        ):
-            parts[name] = parts.get(name, 0) + spent
-    return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
 
 def _shares(rows: list[tuple[str, float]]) -> str:

@@ -1,0 +1,260 @@
+"""Answers of ``check``, ``check --recompute``, ``nan`` and ``why-no-grad``."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from backlight.answer import Answer, ended
+from backlight.diagnose.checkpointing.observer import CheckpointObserver
+from backlight.diagnose.checkpointing.regions import Region
+from backlight.diagnose.missing_gradients.flow import Overwritten
+from backlight.diagnose.missing_gradients.reasons import Cause, MissingGradients, Row
+from backlight.diagnose.nan.tracer import NanOrigin, NanTracer
+from backlight.diagnose.probes.observer import ProbeObserver
+from backlight.diagnose.probes.result import Outcome, ProbeResult
+from backlight.records import Finding
+from backlight.text import count, listed
+from backlight.user_code import SourceLine
+
+SHOWN = 8
+"""Names of a list that are printed; --json has them all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What was observed of a script."""
+
+    script: str
+    exit_code: int
+    notes: Sequence[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Regions(Observed):
+    """The checkpointed regions of the first steps."""
+
+    steps: int
+    backwards: int
+    regions: Sequence[Region]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probes(Observed):
+    """Probes of the first step; ``line`` is that of its backward."""
+
+    line: SourceLine | None
+    loss: float | None
+    probes: Sequence[ProbeResult]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Untrained:
+    """A parameter that is not trained; ``found`` is when its reason was."""
+
+    parameter: str
+    aliases: tuple[str, ...]
+    shape: tuple[int, ...]
+    cause: Cause
+    text: str
+    line: SourceLine | None
+    found: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Missing(Observed):
+    """Parameters that are not trained, of all ``parameters``; ``nodes`` of graphs were followed."""
+
+    steps: int
+    backwards: int
+    parameters: int
+    nodes: int
+    not_trained: Sequence[Untrained]
+    failure: Overwritten | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Origin of a value that is not finite: the operation, and what the value passed through then."""
+
+    step: int
+    value: str
+    phase: str
+    operation: str
+    node: str
+    shape: tuple[int, ...]
+    dtype: str
+    is_input: bool
+    module: str
+    parameter: str
+    symptom: str
+    modules: Sequence[str]
+    parameters: Sequence[str]
+    notes: Sequence[str]
+    line: SourceLine | None
+    own_line: SourceLine | None
+    constant: SourceLine | None
+
+    @classmethod
+    def of(cls, found: NanOrigin) -> Origin:
+        """Return the record of an origin."""
+        names = (field.name for field in fields(cls))
+        return cls(**{name: getattr(found if hasattr(found, name) else found.record, name) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class NonFinite(Observed):
+    """The first value that is not finite and matters; ``vanished`` counts those that reached nothing."""
+
+    steps: int
+    backwards: int
+    operations: int
+    skipped_by_scaler: int
+    found: Origin | None
+    vanished: Mapping[str, int]
+
+
+def _at(text: str, line: SourceLine | None) -> str:
+    """Return a text with a line of the script and its source behind it."""
+    return text if line is None else "  ".join(filter(None, (text, str(line), line.text)))
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def regions_answer(observer: CheckpointObserver, script: str, code: int) -> Answer:
+    """Return each checkpointed region with its remarks."""
+    record = Regions(
+        script=script, exit_code=code, notes=observer.notes, steps=observer.steps,
+        backwards=observer.backwards, regions=observer.regions,
+    )  # fmt: skip
+    facts = []
+    for region in record.regions:
+        calls = f"{region.mode}, {region.calls} calls, {region.recomputations} recomputations"
+        facts.append(_at(f"{region.function}  {calls}", region.line))
+        for remark in region.remarks:
+            line = remark.line if remark.line != region.line else None
+            facts.append(_at(f"  {remark.kind}: {remark.text}", line))
+    amount = count(len(record.regions), "checkpointed region") if record.regions else "no checkpointed region"
+    observed = f"({count(record.steps, 'step')}, {count(record.backwards, 'backward')})"
+    return Answer(f"{amount} {observed}", record, tuple(facts), notes=(*record.notes, *ended(code)))
+
+
+def probes_answer(
+    observer: ProbeObserver, script: str, code: int, findings: Sequence[Finding] | None
+) -> Answer:
+    """Return the outcome of each probe; ``findings`` are those of watched steps, printed by their own."""
+    record = Probes(
+        script=script, exit_code=code, notes=observer.notes, line=observer.line, loss=observer.loss,
+        probes=observer.results,
+    )  # fmt: skip
+    loss = "" if record.loss is None else f", loss {record.loss:.4g}"
+    outcomes = Counter(result.outcome.value for result in record.probes)
+    failed = [result.probe.value for result in record.probes if result.outcome is Outcome.FAILED]
+    verdict = f"{count(len(record.probes), 'probe')}: " + ", ".join(f"{n} {o}" for o, n in outcomes.items())
+    facts = [f"{one.probe.value:<14} {one.outcome.value:<12} {one.text}" for one in record.probes]
+    return Answer(
+        f"{verdict} ({', '.join(failed)} failed)" if failed else verdict,
+        record,
+        (_at(f"first step{loss}", record.line), *facts),
+        notes=(*record.notes, *ended(code)),
+        findings=None if findings is None else tuple(findings),
+    )
+
+
+def nan_answer(tracer: NanTracer, script: str, code: int) -> Answer:
+    """Return the origin of the first non-finite value, and how it spread."""
+    found = None if tracer.found is None else Origin.of(tracer.found)
+    record = NonFinite(
+        script=script, exit_code=code, notes=tracer.notes, steps=tracer.observed_steps,
+        backwards=tracer.backwards, operations=tracer.operations, skipped_by_scaler=tracer.skipped_steps,
+        found=found, vanished=dict(tracer.vanished),
+    )  # fmt: skip
+    notes = list(record.notes)
+    facts: tuple[str, ...] = ()
+    if found is None:
+        parts = ((record.operations, "operation"), (record.backwards, "backward"), (record.steps, "step"))
+        observed = ", ".join(count(*part) for part in parts)
+        verdict = f"no loss, gradient or parameter was other than finite ({observed})"
+        vanished = itertools.islice(record.vanished.items(), SHOWN)
+        notes[:0] = [f"{n} times an infinity or NaN that reached none of these: {at}" for at, n in vanished]
+    else:
+        where = f" of {found.module}" if found.module else ""
+        verdict = f"{found.value} at step {found.step}, in {found.phase}: {_produced(found)}{where}"
+        facts = tuple(_spread(found))
+    if record.skipped_by_scaler:
+        notes.append(f"{record.skipped_by_scaler} steps skipped by the gradient scaler are left out")
+    return Answer(verdict, record, facts, notes=(*notes, *ended(code)))
+
+
+def _spread(found: Origin) -> Iterable[str]:
+    if found.operation and found.line is None:
+        yield "line: not known (no frame of the script)"
+    for label, line in (
+        ("line:", found.line), ("in backward:", found.own_line),
+        ("made of the infinity put in at:", found.constant),
+    ):  # fmt: skip
+        if line is not None:
+            yield _at(label, line)
+    for label, text in (
+        ("noticed in", found.symptom), ("then spread over", listed(found.modules, SHOWN)),
+        ("parameters, in this order", listed(found.parameters, SHOWN)),
+    ):  # fmt: skip
+        if text:
+            yield f"{label}: {text}"
+    yield from found.notes
+
+
+def _produced(found: Origin) -> str:
+    if not found.operation:
+        return "no operation of this process made the gradients so: they came from another rank"
+    tensor = f"[{_shape(found.shape)}] {found.dtype}"
+    if found.is_input:
+        what = f"the parameter {found.parameter}" if found.parameter else f"a tensor {tensor}"
+        return f"{what} was not finite before; {found.operation} used it first"
+    node = f" in {found.node}" if found.node else ""
+    return f"produced by {found.operation}{node}, output {tensor}"
+
+
+def parameter_lines(rows: Iterable[Row]) -> list[str]:
+    """Return lines on parameters without a gradient; those that have one reason, with the reason once."""
+    lines = []
+    for reason, alike in itertools.groupby(rows, key=lambda row: row.reason):
+        names = [f"{row.name} [{_shape(row.shape)}]" for row in alike]
+        if reason is not None:
+            many = len(names) > 1
+            head = count(len(names), "parameter") if many else names[0]
+            lines.append(_at(f"{head}  {reason.text}", reason.line))
+            lines += [f"  {listed(names, SHOWN)}"] if many else []
+    return lines
+
+
+def missing_answer(found: MissingGradients, script: str, code: int, printed: Mapping[str, str]) -> Answer:
+    """Return the parameters that are not trained; the facts leave out the reasons ``printed`` already."""
+    record = Missing(
+        script=script, exit_code=code, notes=found.notes, steps=found.steps, backwards=found.backwards,
+        parameters=found.watched, nodes=found.nodes, failure=found.failure,
+        not_trained=[
+            Untrained(
+                parameter=row.name, aliases=row.aliases, shape=row.shape, cause=row.reason.cause,
+                text=row.reason.text, line=row.reason.line, found=row.when,
+            )
+            for row in found.rows if row.reason is not None
+        ],
+    )  # fmt: skip
+    fresh = [row for row in found.rows if row.reason and printed.get(row.name) != row.reason.text]
+    facts = [*(["since then:"] if printed and fresh else []), *parameter_lines(fresh)]
+    facts += [f"{name}  got a gradient later" for name in sorted(set(printed) - {r.name for r in found.rows})]
+    if record.failure is not None:
+        facts.append(_at(f"backward failed: {record.failure.text}", record.failure.line))
+    parts = ((found.watched, "parameter"), (found.steps, "step"), (found.backwards, "backward"))
+    total = count(len(found.rows), "parameter is", "parameters are")
+    verdict = f"{total} not trained"
+    if not found.rows:
+        sound = "every parameter gets a gradient and is in an optimizer"
+        verdict = sound if record.failure is None else "backward failed"
+    observed = ", ".join(count(*part) for part in parts)
+    return Answer(f"{verdict} ({observed})", record, tuple(facts), notes=(*found.notes, *ended(code)))
