@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 
 from backlight.capture.engines import SHARES, shared
 from backlight.capture.sharding import shards
+from backlight.user_code import SourceLine, user_line
 
 Object = TypeVar("Object")
 
@@ -88,8 +89,26 @@ class _Place:
         return None if module is None else table_of(module, "_parameters").get(self.name)
 
 
+@dataclass(frozen=True)
+class Registration:
+    """A parameter that is registered: its module, the class of that, and the line of the user's code."""
+
+    parameter: weakref.ref[nn.Parameter]
+    module: weakref.ref[nn.Module]
+    kind: str
+    dimensions: int
+    line: SourceLine | None
+
+
+MAX_REGISTRATIONS = 256
+"""Registrations that are recorded, at most."""
+
+
 class SeenModules:
-    """Weak references to the modules of this process; ``changes`` counts registrations."""
+    """Weak references to the modules of this process; ``changes`` counts registrations.
+
+    ``registered`` records them while it is a list.
+    """
 
     def __init__(self) -> None:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
@@ -98,6 +117,7 @@ class SeenModules:
         self._places: dict[int, _Place] = {}
         self._ties: list[tuple[_Place, _Place]] = []
         self.changes = 0
+        self.registered: list[Registration] | None = None
 
     def note(self, module: nn.Module) -> None:
         """Remember ``module``, to which something is being registered."""
@@ -194,6 +214,9 @@ def install(seen: SeenModules) -> list[Any]:
             seen.note_replaced(module, [(name, former)])
         if parameter is not None:
             seen.note_place(module, name, parameter)
+            if seen.registered is not None and len(seen.registered) < MAX_REGISTRATIONS:
+                place = (weakref.ref(parameter), weakref.ref(module), kind_of(module))
+                seen.registered.append(Registration(*place, parameter.ndim, user_line()))
 
     return [
         register_module_module_registration_hook(on_module),

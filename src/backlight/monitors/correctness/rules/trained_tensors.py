@@ -20,7 +20,7 @@ from backlight.monitors.correctness.rules.restored_state import UntiedWhenLoaded
 from backlight.records import Finding, Severity
 from backlight.registry import rule
 from backlight.store.read.run import Run
-from backlight.text import count
+from backlight.text import count, listed
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TrainedTensorsLimits(Limits, monitor="correctness"):
 
 @rule("trained_tensors", monitor="correctness", limits=TrainedTensorsLimits)
 def trained_tensors(run: Run, limits: TrainedTensorsLimits) -> Iterator[Finding]:
-    """Find gradients that no optimizer uses, and tensors of optimizers that no loss depends on."""
+    """Find gradients that no optimizer uses, tensors that no loss depends on, and states that are lost."""
     needed = {
         TrainedCopy: limits.other_tensors_steps,
         FrozenParameters: limits.frozen_tensors_steps,
@@ -221,6 +221,58 @@ class Replaced(_Trained, rule="trained_tensors", kind="replaced"):
             evidence=(names.count, "parameters"),
             fix="Create the optimizer after the last module was replaced, and after any copy of the model.",
             refuted_if="the script updates these weights without an optimizer of torch.",
+        )
+
+
+class MadeInForward(_Trained, rule="trained_tensors", kind="made_in_forward"):
+    """Backward reached parameters of layers that every forward creates, with a matrix if ``is_random``."""
+
+    about = "lines"
+    layers: tuple[str, ...]
+    lines: tuple[str, ...]
+    is_random: bool
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        kinds = list(dict.fromkeys(self.layers))
+        layers = " and ".join(kinds) if len(kinds) < 3 else listed(kinds, 2)
+        is_single = len(self.layers) == 1
+        pairs = zip(self.layers, self.lines, strict=True)
+        places = [f"{kind} (`{line}`)" if line else kind for kind, line in pairs]
+        return self.finding(
+            f"{layers} {'is' if is_single else 'are'} created in every forward",
+            f"At {observed(facts)} backward gave gradients to the parameters of {listed(places)}, which the "
+            "forward had just created in place of those of an earlier step. No optimizer holds them, so they "
+            "are never trained.",
+            line=self.lines[0],
+            severity=Severity.ERROR if self.is_random else Severity.WARNING,
+            evidence=(len(self.layers), "layers"),
+            fix=(
+                f"Create {'it' if is_single else 'them'} in `__init__`: `self.layer = {kinds[0]}(...)`. Call "
+                "`self.layer` in `forward`."
+            ),
+            refuted_if="the layers are to have new weights at each step.",
+        )
+
+
+class StateLost(_Trained, rule="trained_tensors", kind="state_lost"):
+    """An optimizer starts without the state of the one before, with its parameters and settings."""
+
+    about = "optimizer"
+    optimizer: str
+    line: str
+    restarts: int
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        where = f" at `{self.line}`" if self.line else ""
+        return self.finding(
+            f"{self.optimizer} is created anew during training, without its state",
+            f"By step {facts[-1].step} {self.optimizer} had been created{where} "
+            f"{count(1 + facts[-1].restarts, 'time')} with the same settings for the same parameters, each "
+            "after steps of the one before. Moments and step counts start at 0 each time.",
+            line=self.line,
+            evidence=(facts[-1].restarts, "restarts"),
+            fix="Create the optimizer once, before the loop over epochs, and use it in all of them.",
+            refuted_if="each of these optimizers begins a training run of its own.",
         )
 
 

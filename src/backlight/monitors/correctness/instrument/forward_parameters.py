@@ -1,0 +1,75 @@
+"""Parameters that a forward creates, and that are gone by the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from backlight.capture.hub import HUB
+from backlight.capture.modules import Registration
+from backlight.capture.optimizers import parameters_of
+from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.rules.trained_tensors import MadeInForward
+
+
+class ForwardParameters(Check):
+    """Compares parameters that are registered in a forward, and reached by its backward, with the next ones.
+
+    Where the same line registers others at a later step, and the module of the earlier ones is gone, nothing
+    can have been trained. One that is built lazily, or kept for a shape, is still there.
+    """
+
+    name = "forward_parameters"
+
+    def _start(self) -> None:
+        self.forget()
+        self._earlier: dict[
+            tuple[str, str], tuple[int, Registration]
+        ] = {}  # by layer and line; and their step
+
+    def forget(self) -> None:
+        """Stop to record registrations."""
+        self._depth, self._made, HUB.seen.registered = 0, list[Registration](), None
+
+    def forward_begin(self) -> None:
+        """Record registrations during the outermost forward."""
+        self._depth += 1
+        if self._depth == 1 and self.due and torch.is_grad_enabled():
+            HUB.seen.registered = []
+
+    def forward_end(self) -> None:
+        """Take the registered parameters that an inner loop has not trained."""
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0 and HUB.seen.registered is not None:
+            registered, HUB.seen.registered = HUB.seen.registered, None
+            for one in registered:
+                if (parameter := one.parameter()) is not None and parameter.grad is None:
+                    self._made.append(one)
+
+    def backward_end(self) -> None:
+        """Compare those that have a gradient now with those of an earlier step."""
+        made, self._made = self._made, []
+        ids = (
+            {id(p) for optimizer in HUB.optimizers.known() for p in parameters_of(optimizer)} if made else ()
+        )
+        reached = [
+            one
+            for one in made
+            if (parameter := one.parameter()) is not None
+            and parameter.grad is not None
+            and id(parameter) not in ids
+        ]
+        anew: dict[tuple[str, str], bool] = {}  # whether a matrix is among the parameters of each layer
+        for one in reached:
+            key = (one.kind, str(one.line or ""))
+            step, earlier = self._earlier.get(key, (self.step, one))
+            if step < self.step and earlier.module() is None:
+                anew[key] = anew.get(key, False) or one.dimensions > 1
+        self._earlier |= {(one.kind, str(one.line or "")): (self.step, one) for one in reached}
+        if anew:
+            self._report(list(anew), any(anew.values()))
+
+    def _report(self, layers: Sequence[tuple[str, str]], is_random: bool) -> None:
+        kinds, lines = (tuple(column) for column in zip(*layers, strict=True))
+        self.report(MadeInForward(self.step, kinds, lines, is_random))

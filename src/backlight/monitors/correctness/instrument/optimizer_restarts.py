@@ -1,0 +1,111 @@
+"""Optimizers that are created anew for the same parameters, without the state of the one before."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from backlight.capture.optimizers import parameters_of
+from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.rules.trained_tensors import StateLost
+from backlight.user_code import user_line
+
+RESTARTS = 2
+"""Times that an optimizer starts without the state of the one before, from which on that is reported."""
+
+Key = tuple[int, ...]
+"""Parameters by ``id``."""
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A new optimizer: its settings and line, and whether one of the same parameters had taken steps."""
+
+    settings: tuple[Any, ...]
+    line: str
+    follows: bool
+
+
+@dataclass
+class _Holder:
+    """The optimizer of some parameters that took the last step, and how often a state was lost."""
+
+    optimizer: weakref.ref[Optimizer]
+    first: weakref.ref[Tensor]
+    made: _Made | None
+    restarts: int = 0
+    has_state: bool = False
+
+
+class OptimizerRestarts(Check):
+    """Counts how often an optimizer starts anew, with the same settings, after steps of the one before.
+
+    Two that are used in turns, one without a state, and what follows loaded weights, such as a client of
+    federated learning, are left out. So is L-BFGS, whose closure evaluates: its restarts are meant.
+    """
+
+    name = "optimizer_restarts"
+    is_windowed = False
+
+    def _start(self) -> None:
+        self._made = weakref.WeakKeyDictionary[Optimizer, _Made]()
+        self._keys = weakref.WeakKeyDictionary[Optimizer, Key]()
+        self._holders: dict[Key, _Holder] = {}
+        self._last: Optimizer | None = None  # in its first step
+
+    def optimizer_made(self, optimizer: Optimizer) -> None:
+        """Note its settings, and whether it comes after another one."""
+        key = tuple(map(id, parameters_of(optimizer)))
+        groups = tuple(
+            tuple((k, v) for k, v in group.items() if _is_plain(v)) for group in optimizer.param_groups
+        )
+        follows = key in self._holders
+        line = str(user_line() or "") if follows else ""
+        self._made[optimizer] = _Made((type(optimizer), groups), line, follows)
+
+    def state_loaded(self, module: nn.Module, state: Mapping[str, Any], result: Any) -> None:
+        """Training begins anew with other weights."""
+        self._holders.clear()
+
+    def optimizer_begin(self, optimizer: Optimizer, *, has_closure: bool) -> None:
+        """Compare a first step with the optimizer that the parameters had before."""
+        key = self._keys.get(optimizer)
+        if key is not None:
+            holder = self._holders.get(key)
+            if holder is not None and holder.optimizer() is not optimizer:  # used in turns
+                holder.restarts, holder.made = 0, None
+            return
+        own = parameters_of(optimizer)
+        if not own or not self.run.scope.holds(optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+            return
+        key = self._keys[optimizer] = tuple(map(id, own))
+        made, before = self._made.get(optimizer), self._holders.get(key)
+        holder = self._holders[key] = _Holder(weakref.ref(optimizer), weakref.ref(own[0]), made)
+        self._last = optimizer
+        if before is None or before.made is None or made is None or before.first() is not own[0]:
+            return
+        is_same = made.follows and made.settings == before.made.settings
+        if is_same and before.has_state and not optimizer.state:
+            holder.restarts = before.restarts + 1
+            if holder.restarts >= RESTARTS:
+                self.report(StateLost(self.step, type(optimizer).__name__, made.line, holder.restarts))
+
+    def optimizer_end(self, optimizer: Optimizer) -> None:
+        """Note after its first step whether it has a state to lose."""
+        if self._last is not None:
+            self._last = None
+            if (holder := self._holders.get(self._keys.get(optimizer, ()))) is not None:
+                states = optimizer.state.values()
+                holder.has_state = any(
+                    isinstance(value, Tensor) and value.ndim > 0 for one in states for value in one.values()
+                )
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str, tuple))
