@@ -164,6 +164,12 @@ class Listener:
     def schedule_end(self, schedule: Any) -> None:
         """``schedule.step()`` is over."""
 
+    def seeded(self, seed: int) -> None:
+        """``torch.manual_seed(seed)`` has returned."""
+
+    def random_state_set(self) -> None:
+        """``torch.set_rng_state`` has returned, as at the end of ``fork_rng``."""
+
     def region_begin(self) -> None:
         """The forward of a checkpointed region begins that does not preserve the random state."""
 
@@ -432,6 +438,7 @@ class Hub:
             state_hooks.install_loading,
             state_hooks.install_modes,
             state_hooks.install_schedules,
+            state_hooks.install_random,
             state_hooks.install_autocast,
             state_hooks.install_recomputation,
             transfers.install_transfers,

@@ -1,4 +1,4 @@
-"""Hooks on torch that report to the hub: loaded state, modes, schedules, autocast and recomputed regions.
+"""Hooks on torch that report to the hub: loaded state, modes, schedules, seeds, autocast, recomputed regions.
 
 Not captured: a script that imported ``load`` by name before watching began, and formats of other libraries.
 """
@@ -100,6 +100,42 @@ def install_schedules(hub: Hub, patches: Patches) -> None:
 
     patches.replace(LRScheduler, "step", wrap)
     patches.replace(LRScheduler, "__init__", wrap_init)
+
+
+MAX_SEEDS = 16
+"""Seeds that end a stretch of unrecorded steps: some loops set one in every step."""
+
+
+def install_random(hub: Hub, patches: Patches) -> None:
+    """Report where a script sets the seed or the state of the global generator."""
+    seeds = [0]
+
+    def wrap_seed(original: Any) -> Any:
+        @functools.wraps(original)
+        def manual_seed(seed: Any) -> Any:
+            result = original(seed)
+            if torch.compiler.is_compiling():
+                return result
+            if hub.unrecorded is not None and seeds[0] < MAX_SEEDS:
+                hub.resume()
+            if hub.active:
+                seeds[0] += 1
+                hub.emit("seeded", int(seed))
+            return result
+
+        return manual_seed
+
+    def wrap_state(original: Any) -> Any:
+        @functools.wraps(original)
+        def set_rng_state(*args: Any, **kwargs: Any) -> None:
+            original(*args, **kwargs)
+            if hub.active and not torch.compiler.is_compiling():
+                hub.emit("random_state_set")
+
+        return set_rng_state
+
+    patches.replace(torch, "manual_seed", wrap_seed)
+    patches.replace(torch, "set_rng_state", wrap_state)
 
 
 def install_autocast(hub: Hub, patches: Patches) -> None:

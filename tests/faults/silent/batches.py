@@ -45,7 +45,7 @@ def samples(count: int = 32) -> TensorDataset:
     return TensorDataset(torch.randn(count, 4), torch.randint(0, 3, (count,)))
 
 
-@fault(rule="repeated_data", severity="warning", step=7, kind="order", names="TensorDataset")
+@fault(rule="repeated_data", severity="warning", step=8, kind="seeded", also="order", names="manual_seed(0)")
 def seeded_in_every_epoch(injected: bool) -> None:
     loader = DataLoader(samples(), batch_size=8, shuffle=True)
     epochs(loader, lambda epoch: torch.manual_seed(0 if injected else epoch))

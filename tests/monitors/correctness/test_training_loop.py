@@ -51,7 +51,8 @@ def test_injected_error_is_found_and_its_control_is_not(
     events = open_run(tmp_path / "injected").events("contradiction")
     assert {evidence.step for evidence in found.evidence} <= {event.step for event in events}
     assert {event.payload.get("kind") for event in events} == {
-        fault.expected.get("kind", events[0].payload.get("kind"))
+        fault.expected.get("kind", events[0].payload.get("kind")),
+        *([fault.expected["also"]] if "also" in fault.expected else []),  # a consequence that is not reported
     }
     assert findings(tmp_path / "control", lambda: fault.train(False)) == []
 
@@ -61,6 +62,11 @@ def test_injected_error_is_found_and_its_control_is_not(
 def test_loop_that_comes_close_has_no_finding(name: str, tmp_path: Path) -> None:
     assert findings(tmp_path / "run", silent.CONTROLS[name]) == []
     assert not open_run(tmp_path / "run").events("contradiction")
+
+
+@pytest.mark.slow
+def test_optimizers_of_a_rate_finder_are_silent(tmp_path: Path) -> None:
+    assert findings(tmp_path / "run", silent.restarts.rate_finder) == []
 
 
 class Configured(nn.Module):

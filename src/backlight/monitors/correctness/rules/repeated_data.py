@@ -34,7 +34,8 @@ def repeated_data(run: Run, limits: RepeatedDataLimits) -> Iterator[Finding]:
     for kind in _Repetition.__subclasses__():
         if facts := facts_of(run, kind):
             yield finding_on(facts)
-    yield from _order(facts_of(run, SameOrder), limits)
+    if not facts_of(run, SeededAgain):  # the cause
+        yield from _order(facts_of(run, SameOrder), limits)
 
 
 class _Repetition(Fact):
@@ -54,14 +55,37 @@ class _Repetition(Fact):
         values = {**vars(self), "steps": 1 + self.step}
         if "others" in values:
             values["others"] = listed([f"`{name}`" for name in values["others"]])
+        line = values.get("line", "")
+        values["where"] = f" at `{line}`" if line else ""
         return self.finding(
             self.title.format_map(values),
             self.detail.format_map(values),
             severity=self.severity,
             evidence=(str(values[self.cited]), self.kind),
+            line=line,
             fix=self.fix.format_map(values),
             refuted_if=self.refuted_if,
         )
+
+
+class SeededAgain(_Repetition, rule="repeated_data", kind="seeded"):
+    """A line sets the global generator to the same seed, the second time between steps."""
+
+    seed: int
+    line: str
+
+    cited = "seed"
+    title = "The global seed is set to {seed} again and again during training"
+    detail = (
+        "By step {step} `torch.manual_seed({seed})`{where} had been called twice since the first step. It "
+        "sets the generator of the whole process: after each call shuffling, noise and dropout draw the same "
+        "numbers."
+    )
+    fix = (
+        "Seed once, before the first step. For samples with a seed use a generator of their own, "
+        "`torch.Generator().manual_seed({seed})`, or `with torch.random.fork_rng():`."
+    )
+    refuted_if = "training draws no random numbers after these calls, or is to repeat them."
 
 
 class StaleBatch(_Repetition, rule="repeated_data", kind="stale"):
