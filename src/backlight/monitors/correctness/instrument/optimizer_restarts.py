@@ -46,7 +46,7 @@ class _Holder:
 class OptimizerRestarts(Check):
     """Counts how often an optimizer starts anew, with the same settings, after steps of the one before.
 
-    Two that are used in turns, one without a state, and what follows loaded weights, such as a client of
+    Two that alternate, one without a state, and what follows loaded weights, such as a client of
     federated learning, are left out. So is L-BFGS, whose closure evaluates: its restarts are meant.
     """
 
@@ -78,7 +78,7 @@ class OptimizerRestarts(Check):
         key = self._keys.get(optimizer)
         if key is not None:
             holder = self._holders.get(key)
-            if holder is not None and holder.optimizer() is not optimizer:  # used in turns
+            if holder is not None and holder.optimizer() is not optimizer:  # they alternate
                 holder.restarts, holder.made = 0, None
             return
         own = parameters_of(optimizer)
