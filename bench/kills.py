@@ -30,8 +30,8 @@ import numpy as np
 
 from backlight.records import Evidence, Finding, ParameterRecord, RunStatus, Severity, Subject
 from backlight.store.errors import RunFormatError
-from backlight.store.maintenance.compact import compact
 from backlight.store.read.run import Run, open_run
+from backlight.store.write.compact import compact
 from backlight.store.write.writer import RunWriter
 
 P = 40

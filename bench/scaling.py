@@ -39,8 +39,8 @@ import backlight
 from backlight.findings.evaluate import findings_of
 from backlight.measure.stats import statistics as measure
 from backlight.records import Layout, ParameterRecord, Placement
-from backlight.store.maintenance.compact import compact
 from backlight.store.read.run import open_run
+from backlight.store.write.compact import compact
 from backlight.store.write.writer import RunWriter
 
 ROWS = 64_000

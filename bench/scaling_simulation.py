@@ -26,7 +26,7 @@ from rich.table import Table
 from scaling import Inputs, measured, reading
 
 from backlight.session.sampling import BUDGET
-from backlight.store.write.segments import AGE_SHARE, FIRST_SEGMENT_S, SEGMENT_INTERVAL_S
+from backlight.store.write.database import AGE_SHARE, FIRST_SEGMENT_S, SEGMENT_INTERVAL_S
 
 DAY = 86_400.0
 UPDATE_EVERY = 4

@@ -68,7 +68,7 @@ def measured(
 ) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Return what one run took, and the echo of every layer."""
     from backlight.store.read.run import open_run
-    from backlight.store.read.spectra import layers, table
+    from backlight.store.spectra import layers, table
 
     with tempfile.TemporaryDirectory() as folder:
         command = [

@@ -32,7 +32,7 @@ from rich.table import Table
 from backlight.experiments.config import assigned, configure
 from backlight.experiments.runner import Loop, OffsetRecorder, build, measures_of, probe_of, run_experiment
 from backlight.monitors.grokking.instrument.tracker import Tracker
-from backlight.store.format.hdf5_pieces import ArrayInfo, Filters, Stack, write_piece
+from backlight.store.format.arrays import ArrayInfo, Filters, Stack, write_piece
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 from backlight.text import size

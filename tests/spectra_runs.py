@@ -18,8 +18,8 @@ from backlight.monitors.spectra.model.echo_records import (
     record_left_out,
     record_measured,
 )
-from backlight.store.format.spectra import Layer
 from backlight.store.read.run import Run
+from backlight.store.spectra import Layer
 from backlight.store.write.writer import RunWriter
 from run_builder import build_run
 

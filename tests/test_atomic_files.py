@@ -14,10 +14,9 @@ from backlight import atomic_files
 from backlight.experiments.checkpoints import save
 from backlight.report.page import write_page
 from backlight.store.errors import ExportError
-from backlight.store.export.archive import write_archive
-from backlight.store.export.files import export, export_tables, write_arrays
-from backlight.store.format.hdf5_pieces import ArrayInfo, Stack, write_piece
-from backlight.store.platform import atomic_json
+from backlight.store.export import export, export_tables, write_archive, write_arrays
+from backlight.store.format.arrays import ArrayInfo, Stack, write_piece
+from backlight.store.format.manifest import write_document
 from backlight.store.read.run import open_run
 from backlight.store.write.database import RankDatabase
 from run_builder import build_run
@@ -35,7 +34,7 @@ def run(path: Path) -> Path:
 WRITERS: dict[str, Callable[[Path], object]] = {
     "file": lambda path: atomic_files.write(path, b"new"),
     "copy": lambda path: atomic_files.copy(Path(__file__), path),
-    "document": lambda path: atomic_json.write_document(path, {"a": 1}),
+    "document": lambda path: write_document(path, {"a": 1}),
     "page": lambda path: write_page("new", path),
     "archive.zip": lambda path: write_archive(path, [("a", b"new")]),
     "archive.tar.gz": lambda path: write_archive(path, [("a", b"new")]),

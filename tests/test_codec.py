@@ -21,8 +21,8 @@ from backlight.records import (
     Subject,
 )
 from backlight.session.settings import Settings
+from backlight.store.filesystem import ProcessIdentity
 from backlight.store.format.manifest import AttemptEntry, Manifest, Progress
-from backlight.store.platform.process import ProcessIdentity
 
 PROGRESS = Progress(RunStatus.RUNNING, ProcessIdentity(7, "host"), files={"rank-00000.db": {"steps": 3}})
 RECORDS = [

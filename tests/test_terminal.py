@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import backlight
-from backlight.store.export.files import write_rows
+from backlight.store.export import write_rows
 from backlight.terminal import make_console, write
 from run_builder import build_run
 

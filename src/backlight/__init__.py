@@ -27,8 +27,8 @@ _PUBLIC = {
     "ntk": "backlight.monitors.grokking.instrument.gram.ntk",
     "open_run": "backlight.store.read.run",
     "outer_product": "backlight.measure.gram.outer",
-    "to_pandas": "backlight.store.export.arrow",
-    "to_polars": "backlight.store.export.arrow",
+    "to_pandas": "backlight.store.export",
+    "to_polars": "backlight.store.export",
     "watch": "backlight.session.watch",
 }
 
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from backlight.monitors.health.instrument.collect import Pending, collect, collect_groups
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.watch import Watch, watch
-    from backlight.store.export.arrow import to_pandas, to_polars
+    from backlight.store.export import to_pandas, to_polars
     from backlight.store.read.run import Run, open_run
 
 

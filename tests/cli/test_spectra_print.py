@@ -7,7 +7,7 @@ from pathlib import Path
 
 from backlight.diagnose.spectra.answer import _bounds, _table, _together
 from backlight.monitors.spectra.model.echo_records import layer_histories
-from backlight.store.read.spectra import layers, measurements
+from backlight.store.spectra import layers, measurements
 from spectra_runs import STRENGTHS, Injected, write_spectra_run
 
 

@@ -22,7 +22,7 @@ pytestmark = [
 ]
 TRAINING = Path(__file__).parent / "training.py"
 ON_NETWORK = """
-from backlight.store.platform import filesystem
+from backlight.store import filesystem
 filesystem.on_network = lambda path: True
 """
 """A ``sitecustomize`` module that makes every directory count as network storage."""

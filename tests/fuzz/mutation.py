@@ -15,9 +15,9 @@ from typing import Any
 import h5py
 import numpy as np
 
-from backlight.store.format import checksums
+from backlight.store.format import schema
+from backlight.store.format.manifest import seal
 from backlight.store.format.schema import TABLES
-from backlight.store.platform import atomic_json
 
 HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 2**31, 2**63 - 1, -(2**63), 10**30, 1e308, float("nan"), float("inf"), "", "x" * 9_999,
@@ -120,7 +120,7 @@ def mutate_document(path: Path, rng: random.Random, *, forge: bool = False) -> N
         with contextlib.suppress(ValueError, RecursionError, AttributeError):
             document = json.loads(data)
             document.pop("crc", None)
-            data = atomic_json.seal(json.dumps(document))
+            data = seal(json.dumps(document))
     path.write_bytes(data)
 
 
@@ -178,7 +178,9 @@ def set_checksums(connection: sqlite3.Connection) -> None:
             columns = re.findall(r"(\w+) (?:INTEGER|TEXT|REAL|BLOB)", TABLES[table].replace(" crc", ""))
             for row in connection.execute(f"SELECT {', '.join(columns)} FROM {table}").fetchall():
                 with contextlib.suppress(struct.error, AttributeError, TypeError):  # types of no valid row
-                    crc = checksums.of_block(*row) if table == "scalar" else checksums.of_row(table, row)
+                    crc = (
+                        schema.block_checksum(*row) if table == "scalar" else schema.row_checksum(table, row)
+                    )
                     connection.execute(f"UPDATE {table} SET crc = ? WHERE rowid = ?", (crc, row[0]))
 
 

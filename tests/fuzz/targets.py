@@ -23,11 +23,10 @@ from backlight.launch.recipe import refuse_script
 from backlight.series import SERIES
 from backlight.session.settings import Settings
 from backlight.store.format.names import MANIFEST
-from backlight.store.maintenance.compact import compact
-from backlight.store.maintenance.merge_hosts import merge_hosts
 from backlight.store.read.run import Run, open_run
 from backlight.store.read.run_list import list_runs
 from backlight.store.read.snapshot import SIDE_FILES
+from backlight.store.write.compact import compact, merge_hosts
 from backlight.store.write.writer import RunWriter
 from backlight.trace.reader import read_trace
 from fuzz import mutation

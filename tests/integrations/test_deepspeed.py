@@ -16,7 +16,7 @@ import backlight
 from backlight.capture import engines
 from backlight.findings.evaluate import findings_of
 from backlight.records import Severity
-from backlight.store.read.spectra import left_out
+from backlight.store.spectra import left_out
 from integrations.torchrun import environment, start
 from processes import run_captured
 

@@ -14,7 +14,7 @@ import pytest
 from backlight.findings.evaluate import parse_fail_on
 from backlight.records import Evidence, Finding, Fingerprint, Severity, Subject
 from backlight.report.annotations import render_annotations
-from backlight.store.platform import atomic_json
+from backlight.store.format.manifest import read_document, write_document
 from backlight.store.read.run import Run
 from run_builder import build_health_run
 
@@ -135,10 +135,10 @@ def test_sarif_names_rules_places_and_levels(run: Run) -> None:
 @pytest.mark.parametrize("kind", ["github", "junit", "sarif"])
 def test_lost_data_is_named(kind: str, run: Run, tmp_path: Path) -> None:
     manifest = tmp_path / "run" / "manifest.json"
-    stored = atomic_json.read_document(manifest)
+    stored = read_document(manifest)
     entry = {**stored["attempts"][0], "index": 1}  # a second attempt, whose files are gone
     (tmp_path / "run" / "attempt-001").mkdir()
-    atomic_json.write_document(manifest, {**stored, "attempts": [*stored["attempts"], entry]})
+    write_document(manifest, {**stored, "attempts": [*stored["attempts"], entry]})
     damaged = Run(tmp_path / "run")
     assert damaged.losses
     assert "lost: " in render(kind, damaged, [])

@@ -16,7 +16,7 @@ from selenium.webdriver.support.ui import Select
 from backlight.analysis.report import source_of
 from backlight.report.page import render_page, write_page
 from backlight.store.read.run import Run
-from backlight.store.read.spectra import measurements, table
+from backlight.store.spectra import measurements, table
 from backlight.text import number
 from spectra_runs import STRENGTHS, Injected, write_spectra_run
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
-from backlight.store.read import spectra as stored
+from backlight.store import spectra as stored
 from backlight.store.read.run import Run
 from faults.injection import wait_for_watchdog
 from setups import training_setups

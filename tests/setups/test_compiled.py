@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import backlight
-from backlight.store.read import spectra as stored
+from backlight.store import spectra as stored
 from setups.truth import STEPS, Noted, backward, batches, check, net, train
 
 # Compiler warnings are not under test.

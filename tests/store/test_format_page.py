@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from backlight.series import HISTOGRAM, SERIES
-from backlight.store.export.files import ENDINGS
-from backlight.store.export.tables import long_table, scalars_table
-from backlight.store.format import column_codec
-from backlight.store.format.columnar import Index, RankIndex
+from backlight.store.export import ENDINGS
+from backlight.store.filesystem import ProcessIdentity
+from backlight.store.format import encoding
 from backlight.store.format.manifest import AttemptEntry, Manifest, Progress, Summary
 from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION, SCALARS, TABLES
-from backlight.store.platform.process import ProcessIdentity
+from backlight.store.read.columnar import Index, RankIndex
 from backlight.store.read.run import open_run
+from backlight.store.tables import long_table, scalars_table
 from backlight.store.write.database import PAGE_BYTES
 from backlight.store.write.writer import RunWriter
 
@@ -61,7 +61,7 @@ def test_page_lists_every_scalar() -> None:
 
 
 def test_page_lists_every_letter_and_encoding() -> None:
-    assert missing([*column_codec._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
+    assert missing([*encoding._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
 
 
 def test_page_lists_every_export(tmp_path: Path) -> None:

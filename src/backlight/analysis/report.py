@@ -32,9 +32,9 @@ def write_bundle(path: Path, target: Path) -> Path:
     """Write report, findings, evidence and environment of a run as one archive; return where it is.
 
     The recorded series are left out: they may be gigabytes, and the report shows them. Errors are those of
-    :func:`backlight.store.export.archive.check_archive` and :func:`backlight.store.read.run.open_run`.
+    :func:`backlight.store.export.check_archive` and :func:`backlight.store.read.run.open_run`.
     """
-    from backlight.store.export.archive import check_archive, write_archive  # noqa: PLC0415 - only here
+    from backlight.store.export import check_archive, write_archive  # noqa: PLC0415 - only here
 
     check_archive(target)
     run = open_run(path)

@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from backlight.findings.evaluate import findings_of
-from backlight.store.export.arrow import record_batches, schema_of
-from backlight.store.export.files import TABLE_ENDINGS, check_target, publish_files, write_rows
-from backlight.store.export.tables import Table, tables_of
+from backlight.store.export import (
+    TABLE_ENDINGS,
+    check_target,
+    publish_files,
+    record_batches,
+    schema_of,
+    write_rows,
+)
 from backlight.store.read.run import Run
+from backlight.store.tables import Table, tables_of
 from backlight.text import visible
 
 _CONFIGURATION: dict[str, str | bool | int | float | list[str]] = {

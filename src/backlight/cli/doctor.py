@@ -20,7 +20,7 @@ from backlight.monitor import MONITORS
 from backlight.registry import RULES, PlugInWarning, Registry
 from backlight.report.panel import PANELS
 from backlight.session.trackers.base import TRACKERS
-from backlight.store.platform.filesystem import file_system_type, is_network_type
+from backlight.store.filesystem import file_system_type, is_network_type
 from backlight.store.write.database import SQLITE_VERSION
 
 OLDEST_TORCH = (2, 9)

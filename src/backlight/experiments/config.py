@@ -25,7 +25,7 @@ from backlight.experiments.task import AdamWTraining, Task, one_hot_squared_erro
 from backlight.monitors.grokking.settings import Measures
 from backlight.registry import UnknownNameError
 from backlight.settings import SettingError
-from backlight.store.format.hdf5_pieces import Filters
+from backlight.store.format.arrays import Filters
 from backlight.text import assignment, did_you_mean
 from backlight.untrusted_files import read_text
 

@@ -22,7 +22,7 @@ from backlight.store.read.run import Run
 from backlight.text import count, did_you_mean, visible
 
 if TYPE_CHECKING:
-    from backlight.store.export.tables import Table
+    from backlight.store.tables import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,18 +129,18 @@ class Findings(list[Finding]):
 
     def to_pandas(self) -> Any:
         """Return one row per finding as ``pandas.DataFrame``."""
-        from backlight.store.export.arrow import to_pandas  # noqa: PLC0415 - as below
+        from backlight.store.export import to_pandas  # noqa: PLC0415 - as below
 
         return to_pandas(self._table())
 
     def to_polars(self) -> Any:
         """Return one row per finding as ``polars.DataFrame``."""
-        from backlight.store.export.arrow import to_polars  # noqa: PLC0415 - as below
+        from backlight.store.export import to_polars  # noqa: PLC0415 - as below
 
         return to_polars(self._table())
 
     def _table(self) -> Table:
-        from backlight.store.export.tables import findings_table  # noqa: PLC0415 - no watched run needs it
+        from backlight.store.tables import findings_table  # noqa: PLC0415 - no watched run needs it
 
         return findings_table(lambda: self)
 

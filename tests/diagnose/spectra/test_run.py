@@ -19,9 +19,8 @@ from backlight.launch.recipe import read_recipe
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.monitors.spectra.settings import SpectraError
 from backlight.store.errors import StoreError
-from backlight.store.format.spectra import FIELDS
 from backlight.store.read.run import open_run
-from backlight.store.read.spectra import layers, left_out, measurements, table
+from backlight.store.spectra import FIELDS, layers, left_out, measurements, table
 from run_builder import build_run
 from spectra.processes import start_ranks
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from backlight.analysis.report import write_html
-from backlight.store.export.files import export
+from backlight.store.export import export
 from backlight.store.read.run import open_run
-from backlight.store.read.spectra import layers, measurements
+from backlight.store.spectra import layers, measurements
 from processes import run_captured
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "spectra_ddp.py"

@@ -28,9 +28,8 @@ from backlight.report.evidence_links import place_of
 from backlight.report.page import model
 from backlight.report.panel import PANELS, Drawn, NotMeasured, in_order
 from backlight.report.source import Source
-from backlight.store.format.spectra import Layer
 from backlight.store.read.run import open_run
-from backlight.store.read.spectra import table
+from backlight.store.spectra import Layer, table
 from backlight.store.write.writer import RunWriter
 from backlight.text import visible
 from report.synthetic import finding

@@ -16,7 +16,7 @@ import backlight
 from backlight.monitors.spectra.instrument import replicate_buffer
 from backlight.monitors.spectra.instrument.layer_selection import LayerSelection
 from backlight.monitors.spectra.instrument.worker_thread import StepMeasurement
-from backlight.store.read import spectra as stored
+from backlight.store import spectra as stored
 from spectra.training import (
     batch,
     build,

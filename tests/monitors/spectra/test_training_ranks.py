@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backlight.store.read import spectra as stored
+from backlight.store import spectra as stored
 from backlight.store.read.run import open_run
 from spectra.processes import start_ranks
 

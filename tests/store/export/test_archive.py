@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.store.export.archive import Member, check_archive, write_archive
+from backlight.store.export import Member, check_archive, write_archive
 
 
 @pytest.mark.parametrize("ending", [".tar.gz", ".tgz", ".zip"])

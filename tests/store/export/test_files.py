@@ -13,10 +13,10 @@ import pytest
 
 from backlight.extras import MissingPackageError
 from backlight.records import ParameterRecord
+from backlight.store import export as exporting
+from backlight.store import tables
 from backlight.store.errors import ExportError
-from backlight.store.export import files as exporting
-from backlight.store.export import tables
-from backlight.store.export.files import export
+from backlight.store.export import export
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 

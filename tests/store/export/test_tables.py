@@ -13,10 +13,9 @@ import pytest
 
 from backlight.records import Finding, ParameterRecord, Severity, Subject
 from backlight.store.errors import ExportError
-from backlight.store.export.arrow import schema_of, to_pandas, to_polars
-from backlight.store.export.files import export_tables
-from backlight.store.export.tables import tables_of
+from backlight.store.export import export_tables, schema_of, to_pandas, to_polars
 from backlight.store.read.run import Run, open_run
+from backlight.store.tables import tables_of
 from backlight.store.write.writer import RunWriter
 
 HOSTILE = "a\udcff;'\"\n<b>"

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.store.export.files import ExportError, export
+from backlight.store.export import ExportError, export
 from backlight.store.read.run import Run, open_run
-from backlight.store.read.spectra import table
+from backlight.store.spectra import table
 from backlight.store.write.writer import RunWriter
 from spectra_runs import Injected, write_spectra, write_spectra_run
 

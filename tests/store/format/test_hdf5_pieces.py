@@ -8,7 +8,7 @@ import h5py
 import numpy as np
 import pytest
 
-from backlight.store.format.hdf5_pieces import (
+from backlight.store.format.arrays import (
     ArrayInfo,
     Filters,
     Stack,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backlight.store.errors import RunFormatError
-from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues, decode, encode
+from backlight.store.format.encoding import BLOCK_VALUES, LoggedValues, decode_scalars, encode_scalars
 
 ODD = (0.0, -0.0, math.nan, math.inf, -math.inf, 0.1, 1e300, 5e-324, float(np.float32(0.1)), 1.5)
 
@@ -33,7 +33,7 @@ def of_steps(steps: int) -> LoggedValues:
 @pytest.mark.parametrize("count", [1, 2, 700, BLOCK_VALUES])
 def test_values_come_back_bit_by_bit(count: int) -> None:
     logged = mixed(count)
-    again = decode(count, *encode(logged))
+    again = decode_scalars(count, *encode_scalars(logged))
     assert np.array_equal(again.names, logged.names)
     assert np.array_equal(again.steps, logged.steps)
     assert np.array_equal(again.values.view(np.int64), logged.values.view(np.int64))
@@ -41,12 +41,12 @@ def test_values_come_back_bit_by_bit(count: int) -> None:
 
 def test_a_step_of_three_scalars_takes_half_of_its_32_bytes() -> None:
     block = of_steps(300)
-    assert sum(map(len, encode(block))) / 300 < 16.5
+    assert sum(map(len, encode_scalars(block))) / 300 < 16.5
 
 
 def test_what_does_not_change_takes_almost_nothing() -> None:
     constant = LoggedValues(np.ones(1000, np.int64), np.arange(1000), np.full(1000, 0.1))
-    assert sum(map(len, encode(constant))) < 60
+    assert sum(map(len, encode_scalars(constant))) < 60
 
 
 @pytest.mark.parametrize(
@@ -56,10 +56,10 @@ def test_what_does_not_change_takes_almost_nothing() -> None:
         (10**9, b"", b"", "has 1000000000 values"),
         (4, b"", b"no stream", "cannot be decompressed"),
         (4, b"", zlib.compress(b"\0" * 10**8), "starts with"),
-        (4, b"1234", encode(mixed(4))[1], "bytes of floats, expected"),
-        (5, b"", encode(mixed(4))[1], "bytes, expected"),
+        (4, b"1234", encode_scalars(mixed(4))[1], "bytes of floats, expected"),
+        (5, b"", encode_scalars(mixed(4))[1], "bytes, expected"),
     ],
 )
 def test_other_bytes_are_refused(count: int, floats: bytes, integers: bytes, message: str) -> None:
     with pytest.raises(RunFormatError, match=message):
-        decode(count, floats, integers)
+        decode_scalars(count, floats, integers)

@@ -18,10 +18,9 @@ from backlight.findings.evaluate import findings_of
 from backlight.records import Finding, Layout, ParameterRecord, Placement, Severity, Subject
 from backlight.series import SERIES
 from backlight.store.errors import RunExistsError, RunFormatError
-from backlight.store.maintenance.compact import compact
-from backlight.store.maintenance.merge_hosts import merge_hosts
-from backlight.store.platform.atomic_json import seal
+from backlight.store.format.manifest import seal
 from backlight.store.read.run import Run, open_run
+from backlight.store.write.compact import compact, merge_hosts
 from backlight.store.write.writer import RunWriter
 
 ODD = [np.nan, np.inf, -np.inf, -0.0, 5e-324, 1.7e308]
@@ -286,7 +285,7 @@ def test_without_pyarrow_runs_stay_and_columns_name_the_library(
 def test_a_failed_verification_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "run", 1, sharded=False, attempts=1)
     before = (tmp_path / "run" / "attempt-000" / "rank-00000.db").read_bytes()
-    monkeypatch.setattr("backlight.store.maintenance.columnar._digest", id)
+    monkeypatch.setattr("backlight.store.write.columnar._digest", id)
     notes = compact(tmp_path / "run").notes
     assert any("stay as they are: " in note and "is not what was read" in note for note in notes)
     assert (tmp_path / "run" / "attempt-000" / "rank-00000.db").read_bytes() == before

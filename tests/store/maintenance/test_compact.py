@@ -12,9 +12,9 @@ import pytest
 from backlight import atomic_files
 from backlight.records import ParameterRecord, RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError
-from backlight.store.maintenance.compact import compact
-from backlight.store.platform import atomic_json
+from backlight.store.format.manifest import read_document, write_document
 from backlight.store.read.run import Run, open_run
+from backlight.store.write.compact import compact
 from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
@@ -155,10 +155,10 @@ def test_live_run_is_not_compacted(
 @pytest.mark.slow
 def test_writer_on_another_host_prevents_compaction(tmp_path: Path, killed: Callable[..., Path]) -> None:
     path = killed(tmp_path / "run", BODY)
-    manifest = atomic_json.read_document(path / "manifest.json")
+    manifest = read_document(path / "manifest.json")
     manifest["attempts"][0]["progress"]["process"]["host"] = "elsewhere"
     manifest["attempts"][0]["progress"]["updated"] -= 3600
-    atomic_json.write_document(path / "manifest.json", manifest)
+    write_document(path / "manifest.json", manifest)
     with pytest.raises(RunExistsError, match=r"whether .* still writes is not observable from here; compact"):
         compact(path)
     compact(path, force=True)

@@ -16,13 +16,12 @@ import pytest
 from backlight import atomic_files
 from backlight.cli.app import main
 from backlight.store.errors import RunFormatError, StoreError
-from backlight.store.maintenance import columnar
-from backlight.store.maintenance import compact as compact_module
-from backlight.store.maintenance.compact import compact
-from backlight.store.maintenance.merge_hosts import merge_hosts
-from backlight.store.platform import atomic_json
+from backlight.store.format.manifest import read_document, seal
 from backlight.store.read.run import open_run
 from backlight.store.read.snapshot import SIDE_FILES, Snapshot
+from backlight.store.write import columnar
+from backlight.store.write import compact as compact_module
+from backlight.store.write.compact import compact, merge_hosts
 from backlight.store.write.writer import RunWriter
 from fuzz.mutation import journal
 
@@ -67,9 +66,9 @@ def linked(name: str, target: str, *, hard: bool = False) -> Plant:
 
 
 def local_folder(run: Path, outside: Path) -> None:
-    document = atomic_json.read_document(run / "manifest.json")
+    document = read_document(run / "manifest.json")
     document["attempts"][0]["progress"]["local"] = str(outside / "other/attempt-000")
-    (run / "manifest.json").write_bytes(atomic_json.seal(json.dumps(document)))
+    (run / "manifest.json").write_bytes(seal(json.dumps(document)))
 
 
 TEMPORARY = (

@@ -12,10 +12,9 @@ import pytest
 
 from backlight.records import RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError
-from backlight.store.maintenance.compact import compact
-from backlight.store.maintenance.merge_hosts import merge_hosts
 from backlight.store.read.run import open_run
 from backlight.store.write.attempt import part_path
+from backlight.store.write.compact import compact, merge_hosts
 from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., object]

@@ -10,7 +10,7 @@ from answers import strict_loads
 from backlight import atomic_files, codec, untrusted_files
 from backlight.records import Severity
 from backlight.store.errors import RunFormatError
-from backlight.store.platform import atomic_json
+from backlight.store.format.manifest import read_document, seal, write_document
 from backlight.untrusted_files import MAX_TEXT_BYTES
 
 
@@ -40,10 +40,10 @@ def test_json_accepts_numpy_and_sets() -> None:
 
 def test_documents_are_strict_json_and_those_of_python_are_read(tmp_path: Path) -> None:
     infinite = {"a": [float("inf"), np.float32("nan")]}
-    atomic_json.write_document(tmp_path / "new.json", infinite)
+    write_document(tmp_path / "new.json", infinite)
     assert strict_loads((tmp_path / "new.json").read_text())["a"] == ["Infinity", "NaN"]
-    (tmp_path / "old.json").write_bytes(atomic_json.seal(codec.encode_row(infinite)))
-    assert str(atomic_json.read_document(tmp_path / "old.json")) == "{'a': [inf, nan]}"
+    (tmp_path / "old.json").write_bytes(seal(codec.encode_row(infinite)))
+    assert str(read_document(tmp_path / "old.json")) == "{'a': [inf, nan]}"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_damaged_document_is_rejected(tmp_path: Path, content: bytes, match: str
     path = tmp_path / "x.json"
     path.write_bytes(content)
     with pytest.raises(RunFormatError, match=match):
-        atomic_json.read_document(path)
+        read_document(path)
 
 
 def test_oversized_document_is_not_loaded(tmp_path: Path) -> None:
@@ -69,12 +69,12 @@ def test_oversized_document_is_not_loaded(tmp_path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(MAX_TEXT_BYTES + 1)
     with pytest.raises(RunFormatError, match="expected at most"):
-        atomic_json.read_document(path)
+        read_document(path)
 
 
 def test_missing_document_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(RunFormatError, match="cannot be read: No such file"):
-        atomic_json.read_document(tmp_path / "x.json")
+        read_document(tmp_path / "x.json")
 
 
 DOCUMENT = {"format": 2, "name": "a\udcffb", "steps": [1, 2.5, None], "deep": {"crc": 7, "empty": {}}}
@@ -83,15 +83,15 @@ DOCUMENT = {"format": 2, "name": "a\udcffb", "steps": [1, 2.5, None], "deep": {"
 @pytest.mark.slow
 def test_no_changed_bit_passes(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    atomic_json.write_document(path, DOCUMENT)
+    write_document(path, DOCUMENT)
     content = path.read_bytes()
-    assert atomic_json.read_document(path) == DOCUMENT
+    assert read_document(path) == DOCUMENT
     for at in range(8 * len(content)):
         changed = bytearray(content)
         changed[at // 8] ^= 1 << at % 8
         path.write_bytes(changed)
         with pytest.raises(RunFormatError, match=r"x\.json: [^\n]+\Z"):
-            atomic_json.read_document(path)
+            read_document(path)
 
 
 @pytest.mark.parametrize(
@@ -111,27 +111,27 @@ def test_only_documents_without_a_format_may_lack_a_checksum(
     path = tmp_path / "x.json"
     path.write_bytes(content)
     if match is None:
-        assert atomic_json.read_document(path) == json.loads(content)
+        assert read_document(path) == json.loads(content)
     else:
         with pytest.raises(RunFormatError, match=match):
-            atomic_json.read_document(path)
+            read_document(path)
 
 
 def test_document_is_read_again_while_its_writer_overwrites_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "x.json"
-    atomic_json.write_document(path, {"a": "x" * 100})
+    write_document(path, {"a": "x" * 100})
     old = path.read_bytes()
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(atomic_files, "write", full)
-    atomic_json.write_document(path, {"a": "y"})  # takes the place of the old one, and spaces
+    write_document(path, {"a": "y"})  # takes the place of the old one, and spaces
     new = path.read_bytes()
     assert len(new) == len(old)
     contents = [new[:50] + old[50:], new]
     monkeypatch.setattr(untrusted_files, "read", lambda *_, **__: contents.pop(0))
-    assert atomic_json.read_document(path) == {"a": "y"}
+    assert read_document(path) == {"a": "y"}
     assert contents == []

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import backlight
-from backlight.store.platform import connections
-from backlight.store.platform.connections import CALLS, Connection, connect
+from backlight.store import connections
+from backlight.store.connections import CALLS, Connection, connect
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from backlight import codec
+from backlight.store import filesystem
 from backlight.store.errors import RunWriteError
-from backlight.store.platform import filesystem
-from backlight.store.platform.process import ProcessIdentity
+from backlight.store.filesystem import ProcessIdentity
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
 
@@ -130,7 +130,7 @@ WITHOUT_LOCKS = "filesystem.on_network = lambda _: True; filesystem.fcntl.flock 
 def test_one_of_several_concurrent_processes_gets_the_directory(tmp_path: Path, locks: str) -> None:
     code = f"""
 import sys
-from backlight.store.platform import filesystem
+from backlight.store import filesystem
 from backlight.store.errors import RunExistsError
 from backlight.store.write.writer import RunWriter
 {locks}

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from backlight import codec
-from backlight.store.platform.process import ProcessIdentity
+from backlight.store.filesystem import ProcessIdentity
 
 ME = ProcessIdentity.of_this_process()
 
@@ -18,7 +18,7 @@ def identity_of_an_ended_process() -> ProcessIdentity:
     code = """
 import json
 from backlight import codec
-from backlight.store.platform.process import ProcessIdentity
+from backlight.store.filesystem import ProcessIdentity
 print(json.dumps(codec.plain(ProcessIdentity.of_this_process())))
 """
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

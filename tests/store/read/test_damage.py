@@ -14,8 +14,8 @@ import pytest
 
 from backlight.records import ParameterRecord
 from backlight.store.errors import RunFormatError
-from backlight.store.format.hdf5_pieces import read_piece
-from backlight.store.platform import atomic_json
+from backlight.store.format.arrays import read_piece
+from backlight.store.format.manifest import read_document, seal, write_document
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.writer import RunWriter
 from fuzz.mutation import set_checksums
@@ -106,7 +106,7 @@ def read_everything(run: Run) -> None:
     ],
 )
 def test_foreign_or_damaged_manifest_is_rejected(run_path: Path, content: bytes, match: str) -> None:
-    sealed = atomic_json.seal(content.decode()) if b"format" in content else content
+    sealed = seal(content.decode()) if b"format" in content else content
     (run_path / "manifest.json").write_bytes(sealed)
     with pytest.raises(RunFormatError, match=match):
         open_run(run_path)
@@ -277,7 +277,7 @@ def test_foreign_database_is_rejected(run_path: Path) -> None:
 
 def test_flipped_digit_of_a_rank_document_is_a_loss(run_path: Path) -> None:
     path = run_path / "attempt-000" / "rank-00000.json"
-    atomic_json.write_document(path, atomic_json.read_document(path) | {"fingerprint": {"seed": 17}})
+    write_document(path, read_document(path) | {"fingerprint": {"seed": 17}})
     assert open_run(run_path).fingerprint() is not None
     path.write_bytes(path.read_bytes().replace(b": 17", b": 16"))
     run = open_run(run_path)
@@ -385,7 +385,7 @@ def test_unknown_encoding_error_names_the_fix(run_path: Path) -> None:
 
 @pytest.mark.slow
 def test_random_manifest_raises_only_run_errors(run_path: Path) -> None:
-    original = atomic_json.read_document(run_path / "manifest.json")
+    original = read_document(run_path / "manifest.json")
     source = np.random.default_rng(1)
     nonsense = [None, -1, 10**30, "x", [], {}, True, 1.5, {"a": {"b": "c"}}, [[1]], "\udcff"]
 
@@ -399,7 +399,7 @@ def test_random_manifest_raises_only_run_errors(run_path: Path) -> None:
 
     opened = 0
     for _ in range(300):
-        atomic_json.write_document(run_path / "manifest.json", damage(original))
+        write_document(run_path / "manifest.json", damage(original))
         try:
             read_everything(open_run(run_path))
             opened += 1

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "report"))
 from growing import Growing
 from synthetic import Plan, write_run
 
-from backlight.store.read import decode_cache, join_ranks
+from backlight.store.read import decode_cache, frames
 from backlight.store.read.rank_file import Block, RankFile
 from backlight.store.read.run import Run, open_growing, open_run
 
@@ -256,7 +256,7 @@ def test_new_rows_are_joined_in_windows_beyond_the_memory_limit(
     for rank, amount in zip(ranks, (30, 24), strict=True):
         rank.steps(amount)
     decoded.clear()
-    monkeypatch.setattr(join_ranks, "WINDOW_BYTES", 8_000)
+    monkeypatch.setattr(frames, "WINDOW_BYTES", 8_000)
     newest = follow(path)
     newest.frame("gradient", "rms")
     assert sum(decoded) == 54

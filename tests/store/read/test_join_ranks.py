@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backlight.records import Layout, ParameterRecord, Placement
-from backlight.store.read import join_ranks
+from backlight.store.read import frames
 from backlight.store.read.rank_file import Block, RankFile
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -51,7 +51,7 @@ def test_windowed_join_equals_full_join(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(RankFile, "block", counting)
     for limit in (1, 300, 1000):
-        monkeypatch.setattr(join_ranks, "WINDOW_BYTES", limit)
+        monkeypatch.setattr(frames, "WINDOW_BYTES", limit)
         parts = open_run(path)
         for column in COLUMNS:
             windowed, full = parts.frame("gradient", column), whole.frame("gradient", column)
@@ -61,7 +61,7 @@ def test_windowed_join_equals_full_join(tmp_path: Path, monkeypatch: pytest.Monk
             assert full.measured.any()
         assert parts.losses == whole.losses
     assert len({window for window in calls if window is not None}) > 10
-    monkeypatch.setattr(join_ranks, "WINDOW_BYTES", 10**9)
+    monkeypatch.setattr(frames, "WINDOW_BYTES", 10**9)
     calls.clear()
     open_run(path).frame("gradient", "norm")
     assert set(calls) == {None}

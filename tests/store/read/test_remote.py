@@ -12,8 +12,8 @@ import pytest
 
 from backlight.findings.evaluate import findings_of
 from backlight.store.errors import RunFormatError
-from backlight.store.maintenance.compact import compact
 from backlight.store.read.run import open_run
+from backlight.store.write.compact import compact
 
 fsspec: Any = pytest.importorskip("fsspec")
 

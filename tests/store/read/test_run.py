@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from backlight.records import ParameterRecord, RunStatus
-from backlight.store.platform import atomic_json
+from backlight.store.format.manifest import read_document, write_document
 from backlight.store.read import snapshot
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -343,10 +343,10 @@ def test_missing_directory_or_file_is_reported(tmp_path: Path, record: Record) -
 
 def test_manifest_paths_cannot_leave_the_directory(tmp_path: Path, record: Record) -> None:
     record(tmp_path / "run", 3)
-    manifest = atomic_json.read_document(tmp_path / "run" / "manifest.json")
+    manifest = read_document(tmp_path / "run" / "manifest.json")
     files = manifest["attempts"][0]["progress"]["files"]
     files["attempt-000/../../secret.db"] = {"scalar": 10}
     files["/etc/passwd"] = {"bytes": 1}
     files["attempt-000/arrays/../../../rank-00000-000000.h5"] = {"bytes": 1}
-    atomic_json.write_document(tmp_path / "run" / "manifest.json", manifest)
+    write_document(tmp_path / "run" / "manifest.json", manifest)
     assert open_run(tmp_path / "run").losses == ()

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from backlight.store.errors import RunFormatError
-from backlight.store.format.hdf5_pieces import ArrayInfo, Filters, Stack, read_piece, write_piece
-from backlight.store.format.manifest import read_manifest
-from backlight.store.platform import atomic_json
+from backlight.store.format.arrays import ArrayInfo, Filters, Stack, read_piece, write_piece
+from backlight.store.format.manifest import read_document, read_manifest, write_document
 from backlight.store.read.run import open_run
 from backlight.store.read.run_list import list_runs
 from backlight.store.read.snapshot import Snapshot
@@ -121,9 +120,9 @@ def test_file_of_another_run_is_left_out(run: Path, tmp_path: Path) -> None:
 def test_document_of_another_run_is_left_out(run: Path, tmp_path: Path) -> None:
     other = written(tmp_path / "other")
     name = "attempt-000/rank-00000.json"
-    document = atomic_json.read_document(other / name)
+    document = read_document(other / name)
     document["options"] = {"every": 77}
-    atomic_json.write_document(run / name, document)
+    write_document(run / name, document)
     opened = open_run(run)
     assert any("rank-00000.json: belongs to another run" in loss for loss in opened.losses)
     assert opened.fingerprint() is None
@@ -131,12 +130,12 @@ def test_document_of_another_run_is_left_out(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_manifest_without_its_attempts(keep: bool, run: Path) -> None:
-    document = atomic_json.read_document(run / "manifest.json")
+    document = read_document(run / "manifest.json")
     if keep:
         shutil.copytree(run / "attempt-000", run / "attempt-001")
         assert any("attempt-001: manifest.json lists no such" in loss for loss in open_run(run).losses)
     document["attempts"] = []
-    atomic_json.write_document(run / "manifest.json", document)
+    write_document(run / "manifest.json", document)
     with pytest.raises(RunFormatError, match="lists no attempt; restore it from a copy"):
         read_manifest(run)
 

@@ -11,11 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from backlight.store.format import hdf5_pieces
-from backlight.store.format.hdf5_pieces import ArrayInfo
+from backlight.store.format import arrays
+from backlight.store.format.arrays import ArrayInfo
 from backlight.store.format.names import parse_piece, piece_name, unmerged
 from backlight.store.read.run import open_run
-from backlight.store.write import arrays
 from backlight.store.write.writer import RunWriter
 
 DTYPES = [
@@ -235,13 +234,13 @@ def test_one_array_is_found_without_opening_the_others(
         writer.array(f"layer/{name}", 1, [[float(name)]])  # another shape and therefore another group
     writer.flush()
     opened: list[str] = []
-    original = hdf5_pieces._info
+    original = arrays._info
 
     def counted(path: Path, group: Any) -> ArrayInfo:
         opened.append(group.name)
         return original(path, group)
 
-    monkeypatch.setattr(hdf5_pieces, "_info", counted)
+    monkeypatch.setattr(arrays, "_info", counted)
     run = open_run(tmp_path / "run")
     assert [v.tolist() for v in run.array("layer/3")[1]] == [[3.0], [[3.0]]]
     opened.clear()

@@ -11,8 +11,8 @@ import pytest
 from backlight import codec
 from backlight.records import Fingerprint, RunStatus
 from backlight.store.errors import RunExistsError, RunFormatError, RunHeldError, RunWriteError
-from backlight.store.platform import atomic_json
-from backlight.store.platform.process import ProcessIdentity
+from backlight.store.filesystem import ProcessIdentity
+from backlight.store.format.manifest import read_document, write_document
 from backlight.store.read.run import open_run
 from backlight.store.write import attempt
 from backlight.store.write.writer import RunWriter
@@ -221,15 +221,15 @@ def test_remote_writer_counts_as_alive_while_its_heartbeat_is_fresh(
     tmp_path: Path, killed: Callable[..., Path]
 ) -> None:
     path = killed(tmp_path / "run", "RunWriter.create(path); ready()")
-    manifest = atomic_json.read_document(path / "manifest.json")
+    manifest = read_document(path / "manifest.json")
     progress = manifest["attempts"][0]["progress"]
     progress["process"]["host"] = "elsewhere"
-    atomic_json.write_document(path / "manifest.json", manifest)
+    write_document(path / "manifest.json", manifest)
     assert open_run(path).status is RunStatus.RUNNING
     with pytest.raises(RunExistsError, match="on elsewhere"):
         RunWriter.create(path)
     progress["updated"] -= 3600
-    atomic_json.write_document(path / "manifest.json", manifest)
+    write_document(path / "manifest.json", manifest)
     run = open_run(path)
     assert run.status is RunStatus.UNKNOWN
     assert any("on elsewhere still runs" in loss for loss in run.losses)
@@ -316,8 +316,8 @@ def test_failed_open_leaves_no_partial_files(
 
 def test_run_of_a_newer_format_is_rejected(tmp_path: Path, digest: Digest) -> None:
     RunWriter.create(tmp_path / "run").close()
-    manifest = atomic_json.read_document(tmp_path / "run" / "manifest.json")
-    atomic_json.write_document(tmp_path / "run" / "manifest.json", manifest | {"format": 99})
+    manifest = read_document(tmp_path / "run" / "manifest.json")
+    write_document(tmp_path / "run" / "manifest.json", manifest | {"format": 99})
     before = digest(tmp_path)
     with pytest.raises(RunFormatError, match=r"format 99, .* format 4\. Upgrade"):
         RunWriter.create(tmp_path / "run")
@@ -337,7 +337,7 @@ def test_directory_being_opened_by_another_process_is_awaited(tmp_path: Path) ->
 
 def test_manifest_holds_the_identity_of_the_writer(tmp_path: Path) -> None:
     writer = RunWriter.create(tmp_path / "run")
-    manifest = atomic_json.read_document(tmp_path / "run" / "manifest.json")
+    manifest = read_document(tmp_path / "run" / "manifest.json")
     identity = codec.convert(manifest["attempts"][0]["progress"]["process"], ProcessIdentity)
     assert identity == ProcessIdentity.of_this_process()
     writer.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from backlight.records import RunStatus
-from backlight.store.platform import connections
+from backlight.store import connections
 from backlight.store.read.run import open_run
 from backlight.store.write import database
 from backlight.store.write.database import MAX_FAILURES

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.store.format.scalar_codec import BLOCK_VALUES
-from backlight.store.maintenance.compact import compact
+from backlight.store.format.encoding import BLOCK_VALUES
 from backlight.store.read.run import Run, open_run
+from backlight.store.write.compact import compact
 from backlight.store.write.writer import RunWriter
 
 STEPS = 20_000

@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 
 from backlight.records import ParameterRecord, RunStatus
+from backlight.store import filesystem
 from backlight.store.format.names import parse_database, segment_name
-from backlight.store.maintenance.compact import compact
-from backlight.store.platform import filesystem
 from backlight.store.read.run import open_run
-from backlight.store.write import segments
+from backlight.store.write import database
+from backlight.store.write.compact import compact
 from backlight.store.write.writer import RunWriter
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
 
 ON_NETWORK = """
-from backlight.store.platform import filesystem
-from backlight.store.write import segments
+from backlight.store import filesystem
+from backlight.store.write import database
 filesystem.on_network = lambda path: True
-segments.FIRST_SEGMENT_S = segments.SEGMENT_INTERVAL_S = segments.AGE_SHARE = 0.0
+database.FIRST_SEGMENT_S = database.SEGMENT_INTERVAL_S = database.AGE_SHARE = 0.0
 writer = RunWriter.create(path, flush_interval=0.0)
 for start in (0, 10, 20):
     record(writer, 10, start)
     writer.flush()
-segments.SEGMENT_INTERVAL_S = 1e9
+database.SEGMENT_INTERVAL_S = 1e9
 record(writer, 10, 30)
 writer.flush()
 writer._entry.publish()  # what is due soon, now
@@ -51,7 +51,7 @@ def network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 @pytest.fixture
 def segment_per_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FIRST_SEGMENT_S", "SEGMENT_INTERVAL_S", "AGE_SHARE"):
-        monkeypatch.setattr(segments, name, 0.0)
+        monkeypatch.setattr(database, name, 0.0)
 
 
 @pytest.fixture

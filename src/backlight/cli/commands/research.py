@@ -188,7 +188,7 @@ def gram(
     of the per-sample gradients; every Gram is checked against backward.
     """
     from backlight.launch.recipe import parse_settings
-    from backlight.store.export.files import check_target, write_arrays
+    from backlight.store.export import check_target, write_arrays
 
     if out is not None:
         check_target(out, (".h5",), "use .h5")

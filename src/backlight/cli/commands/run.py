@@ -136,7 +136,7 @@ def _write_job(
 ) -> int:
     """Write the batch script of the watched run; return the exit code."""
     from backlight.launch.slurm import Job, batch_script, parameters, script_for, write_script
-    from backlight.store.platform.filesystem import file_system_type, is_network_type
+    from backlight.store.filesystem import file_system_type, is_network_type
     from backlight.store.write.attempt import default_path
 
     given, script = parameters(slurm), script_for(script)

@@ -175,8 +175,8 @@ def export(
     """Export a run to CSV, Parquet or HDF5, or to a tracker."""
     from backlight.findings.evaluate import findings_of
     from backlight.session.trackers.metrics import send_all
-    from backlight.store.export.files import export as export_run
-    from backlight.store.export.files import export_tables
+    from backlight.store.export import export as export_run
+    from backlight.store.export import export_tables
     from backlight.store.read.run import open_run
     from backlight.text import count
 
@@ -394,7 +394,7 @@ def query(
 @click.option("--force", is_flag=True, help="Compact although the writer may still run.")
 def compact(*, path: Path, keep_every: int | None, force: bool) -> None:
     """Repair and compact a run directory."""
-    from backlight.store.maintenance.compact import compact as tidy
+    from backlight.store.write.compact import compact as tidy
     from backlight.text import size
 
     with count_bar("reading ranks") as advance:
@@ -419,7 +419,7 @@ def join(*, run: Path, parts: Sequence[Path]) -> None:
 
     Copies the ranks into the run of rank 0; the parts stay as they are.
     """
-    from backlight.store.maintenance.merge_hosts import merge_hosts
+    from backlight.store.write.compact import merge_hosts
 
     joined = merge_hosts(run, parts)
     for attempt, ranks in sorted(joined.ranks.items()):

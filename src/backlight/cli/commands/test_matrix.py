@@ -62,7 +62,7 @@ def run_test_matrix(
     from backlight.diagnose.test_matrix.plan import write_plan
     from backlight.diagnose.test_matrix.report import write_bundle, write_report
     from backlight.diagnose.test_matrix.runner import execute, prepare
-    from backlight.store.export.archive import check_archive
+    from backlight.store.export import check_archive
 
     if init:
         write_plan(plan)

@@ -9,9 +9,8 @@ from backlight.answer import Answer, Column, Table, word
 from backlight.diagnose.spectra.run import SpectraResult
 from backlight.measure.noise_scale import NoiseScale
 from backlight.monitors.spectra.model.echo_records import bounds, joint_noise_scale, layer_histories
-from backlight.store.format.spectra import Layer, Measurement
 from backlight.store.read.run import Run
-from backlight.store.read.spectra import layers, measurements
+from backlight.store.spectra import Layer, Measurement, layers, measurements
 from backlight.text import listed
 
 SHOWN = 20

@@ -24,7 +24,7 @@ from backlight.monitors.spectra.instrument.replicate_gradient import gradients, 
 from backlight.monitors.spectra.instrument.worker_thread import cost, longest_first
 from backlight.monitors.spectra.model.echo_records import record_arrays, record_measured
 from backlight.monitors.spectra.settings import SpectraError
-from backlight.store.format.spectra import Layer
+from backlight.store.spectra import Layer
 from backlight.store.write.writer import RunWriter
 
 

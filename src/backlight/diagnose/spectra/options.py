@@ -17,7 +17,7 @@ from backlight.distributed import world
 from backlight.measure.spectra.decomposition import Method
 from backlight.monitors.spectra.settings import SpectraError
 from backlight.store.read.run import open_run
-from backlight.store.read.spectra import layers, tables
+from backlight.store.spectra import layers, tables
 
 BUDGET_BYTES = 2 * 10**9
 """Bytes of replicates on a rank, by default."""

@@ -19,7 +19,7 @@ from backlight.launch.subprocess import ProcessTree, end_marked, is_watchdog, st
 from backlight.records import Finding
 from backlight.redaction import Redaction
 from backlight.store.errors import StoreError
-from backlight.store.platform.atomic_json import write_document
+from backlight.store.format.manifest import write_document
 from backlight.store.read.run import Run, open_run
 from backlight.threads import executor
 from backlight.user_code import is_user_code

@@ -20,7 +20,7 @@ from backlight.diagnose.test_matrix.plan import FORMAT, UNDECIDED
 from backlight.processes import available_cores
 from backlight.records import DiagnosisKind
 from backlight.report.markdown import code, escape
-from backlight.store.export.archive import write_archive
+from backlight.store.export import write_archive
 from backlight.untrusted_files import read
 
 REPORT = "test-matrix.json"

@@ -23,10 +23,9 @@ from backlight.monitors.spectra.model.echo_records import (
 from backlight.report.charts import Axis, Line, chart
 from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
-from backlight.store.format.spectra import NUMBERS as STORED_NUMBERS
-from backlight.store.format.spectra import Layer, Table
-from backlight.store.read.spectra import left_out
-from backlight.store.read.spectra import tables as tables_of
+from backlight.store.spectra import NUMBERS as STORED_NUMBERS
+from backlight.store.spectra import Layer, Table, left_out
+from backlight.store.spectra import tables as tables_of
 from backlight.text import count, number, visible
 
 Floats = NDArray[np.float64]

@@ -1,5 +1,16 @@
-"""A columnar dataset of an attempt: its index, its Parquet files, and each of its ranks.
+"""The columnar dataset of an attempt that no process writes any more: Parquet files and their index.
 
+``columns-NNNNNN`` in the folder of the attempt holds
+
+=========================== ==================================================================================
+``index.json``              :class:`Index`: ranks, axes, and the bytes of every other file
+``SERIES.parquet``          a series as each rank recorded it: row groups of one rank and one part
+``SERIES-joined.parquet``   the same joined over ranks, where that is not what a single rank recorded
+``scalars.parquet``         scalars of each rank
+``events.parquet``, ``findings.parquet``, ``tables.parquet``    the rest, as in the database of a rank
+=========================== ==================================================================================
+
+Rows of a series are a grid: each step has a row for every parameter of its axis, in order. Steps are global.
 pyarrow decodes columns and row groups in parallel, and checks pages against their checksums. Every error is a
 :class:`RunFormatError` of one line.
 """
@@ -9,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +30,8 @@ import numpy.typing as npt
 from backlight import codec, untrusted_files
 from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
-from backlight.store.format.columnar import INDEX, INDEX_KIND, JOINED, Index, RankIndex
-from backlight.store.format.manifest import check_format
-from backlight.store.format.schema import COUNTED
-from backlight.store.platform import atomic_json
+from backlight.store.format.manifest import check_format, read_document
+from backlight.store.format.schema import COUNTED, FORMAT_VERSION
 from backlight.store.read.rank_file import (
     NOTHING,
     Array,
@@ -37,10 +47,17 @@ from backlight.store.read.rank_file import (
 from backlight.store.read.remote import mirror_of
 from backlight.store.read.snapshot import Rows
 
+INDEX = "index.json"
+INDEX_KIND = "backlight columns"
+JOINED = "-joined"
+
+MAX_GROUP_ROWS = 1_000_000
+"""Rows of a row group that is written."""
+
 MAX_FILE_BYTES = 1024**4
 """Larger files are refused."""
 
-MAX_GROUP_ROWS = 16_000_000
+MAX_CLAIMED_ROWS = 16_000_000
 """Rows of a row group that is read: a damaged one could claim any number."""
 
 MAX_ROWS_PER_BYTE = 1000
@@ -50,6 +67,38 @@ FREE_ROWS = 1_000_000
 """Rows of a file of any size."""
 
 _TYPES = {"rank": "int64", "part": "int64", "step": "int64", "time": "float64", "value": "float64"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankIndex:
+    """One rank: ``axis``, the lists of its ``tables`` (by id) and ``scalars`` are positions in the index.
+
+    ``rows`` holds how many rows of each table the rank has, ``last_step`` its last global step.
+    """
+
+    rank: int
+    axis: int
+    tables: tuple[tuple[int, int], ...]
+    scalars: int
+    rows: dict[str, int]
+    last_step: int = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Index:
+    """The whole of ``index.json``.
+
+    ``names`` are lists of names of parameters, of which the first is the axis of the joined series;
+    ``scalars`` are lists of sources and names; ``files`` gives the bytes of each file.
+    """
+
+    run_id: str
+    launch: str
+    ranks: tuple[RankIndex, ...]
+    names: tuple[tuple[str, ...], ...]
+    scalars: tuple[tuple[tuple[str, str], ...], ...]
+    files: dict[str, int] = field(default_factory=dict)
+    format: int = FORMAT_VERSION
 
 
 class ParquetFile:
@@ -71,7 +120,7 @@ class ParquetFile:
             footer: Any = self._file.metadata
             self._groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
             rows = [group.num_rows for group in self._groups]
-            if min(rows, default=0) < 0 or max(rows, default=0) > MAX_GROUP_ROWS:
+            if min(rows, default=0) < 0 or max(rows, default=0) > MAX_CLAIMED_ROWS:
                 raise ValueError(f"a row group claims {max(rows, key=abs)} rows")
             if sum(rows) > max(FREE_ROWS, MAX_ROWS_PER_BYTE * size):
                 raise ValueError(f"{size} bytes claim {sum(rows)} rows")
@@ -138,7 +187,7 @@ class ColumnarDataset:
         self.location = location
         path = location / INDEX
         try:
-            data = atomic_json.read_document(path)
+            data = read_document(path)
             if data.get("kind") != INDEX_KIND:
                 raise RunFormatError(f"{path}: has kind {data.get('kind')!r}, expected {INDEX_KIND!r}")
             check_format(path, data.get("format"))

@@ -20,10 +20,17 @@ from backlight import codec
 from backlight.records import Finding, ParameterRecord
 from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
-from backlight.store.format import checksums, column_codec, step_bins
+from backlight.store.format import encoding
+from backlight.store.format.encoding import BLOCK_VALUES, LoggedValues, decode_column
 from backlight.store.format.manifest import AttemptEntry
-from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
-from backlight.store.format.schema import COUNTED, THINNED, TYPES, is_of_every_step
+from backlight.store.format.schema import (
+    COUNTED,
+    THINNED,
+    TYPES,
+    is_of_every_step,
+    row_checksum,
+    series_checksum,
+)
 from backlight.store.read import scalar_blocks
 from backlight.store.read.snapshot import Rows, Snapshot
 from backlight.text import visible
@@ -173,7 +180,7 @@ class RankFile:
                 kind, stored = ("i", schema.integers) if name in schema.integers else ("f", schema.floats)
                 blobs = [rows[i][4 if kind == "i" else 3] for i in rows_S]
                 at = stored.index(name)
-                values = column_codec.decode(blobs, kind, len(at_P), len(stored), at, numel_P)
+                values = decode_column(blobs, kind, len(at_P), len(stored), at, numel_P)
                 if whole:
                     out[name] = values
                 else:
@@ -236,10 +243,10 @@ class RankFile:
         logged = [(i, source, name) for i, source, name in self._checked("scalar_name")]
         named = list(logged)
         # Fewer values are never thinned; no other event is looked for as long.
-        if self.last["scalar"] > step_bins.WHOLE_STEPS and self.last_event(THINNED) is not None:
-            for kind, belongs in enumerate(step_bins.SOURCES, 1):
+        if self.last["scalar"] > encoding.WHOLE_STEPS and self.last_event(THINNED) is not None:
+            for kind, belongs in enumerate(encoding.SOURCES, 1):
                 named += [
-                    (i + kind * step_bins.BY_SOURCE, belongs, name)
+                    (i + kind * encoding.BY_SOURCE, belongs, name)
                     for i, source, name in logged
                     if source == "backlight" and is_of_every_step(name)
                 ]
@@ -329,7 +336,7 @@ class RankFile:
         types = TYPES["event"].values()
         with contextlib.suppress(RunFormatError):
             for row in self._snapshot.rows(select, (kind, self.last["event"])):
-                if all(map(isinstance, row, types)) and row[-1] == checksums.of_row("event", row[:-1]):
+                if all(map(isinstance, row, types)) and row[-1] == row_checksum("event", row[:-1]):
                     return self._parsed("event", row[4], _mapping)
         return None
 
@@ -421,7 +428,7 @@ class RankFile:
     def _checked(self, table: str) -> Rows:
         """Return the rows of a table without blobs whose checksum is right."""
         rows = self._rows("*", table, [*TYPES[table].values()])
-        checked = [row[:-1] for row in rows if row[-1] == checksums.of_row(table, row[:-1])]
+        checked = [row[:-1] for row in rows if row[-1] == row_checksum(table, row[:-1])]
         if len(checked) != len(rows):
             self._lose(f"{len(rows) - len(checked)} rows of table {table} were changed and are left out")
         return checked
@@ -457,7 +464,7 @@ def latest(logged: Sequence[Logged]) -> Logged:
 
 def _is_series_row(row: tuple[Any, ...]) -> bool:
     """Return whether a row of a series has the right types and checksum."""
-    return all(map(isinstance, row, _SERIES_TYPES)) and row[2] == checksums.of_series_row(
+    return all(map(isinstance, row, _SERIES_TYPES)) and row[2] == series_checksum(
         row[5], row[0], row[1], row[3], row[4]
     )
 

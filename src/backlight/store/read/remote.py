@@ -1,9 +1,19 @@
-"""A run in object storage: files are copied, but Parquet files are read where they are, through fsspec."""
+"""Private copies of files of runs, and runs in object storage.
+
+All copies of a process lie in one temporary folder, which it locks for as long as it lives. The next process
+that makes a copy removes the folders that no process locks, also after a kill. Of a run in object storage
+files are copied, but Parquet files are read where they are, through fsspec.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import re
+import shutil
+import sys
+import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -11,7 +21,10 @@ from typing import Any
 
 from backlight.store.errors import RunFormatError
 from backlight.store.format.names import safe_name
-from backlight.store.read import private_copies
+
+if sys.platform != "win32":
+    import fcntl
+
 
 MAX_FILES = 1_000_000
 """Files of a run that are listed."""
@@ -44,8 +57,8 @@ class Mirror:
                 f"{url}: reading it needs fsspec, which is not installed: pip install 'backlight[remote]'"
             ) from None
         self.url = url
-        parent = private_copies.new_folder()
-        weakref.finalize(self, private_copies.remove, parent, os.getpid())
+        parent = new_folder()
+        weakref.finalize(self, remove, parent, os.getpid())
         self.folder = parent / safe_name(url.rstrip("/").rpartition("/")[2], "run")
         self.folder.mkdir()
         self._names: dict[Path, str] = {}
@@ -91,3 +104,49 @@ def shown(text: str) -> str:
 def mirror_of(path: Path) -> Mirror | None:
     """Return the mirror in whose folder a path is, None where it is a file of this machine."""
     return next((_mirrors[parent] for parent in (path, *path.parents) if parent in _mirrors), None)
+
+
+_PREFIX = "backlight-read-"
+
+_folders: dict[Path, Path] = {}  # of this process, by the folder of the system for temporary files
+
+
+def new_folder() -> Path:
+    """Return a new private folder, which is removed at the end of this process at the latest."""
+    parent = Path(tempfile.gettempdir())
+    folder = _folders.get(parent)
+    if folder is None or not folder.exists():
+        _remove_abandoned(parent)
+        folder = _folders[parent] = _locked_folder()
+        atexit.register(remove, folder, os.getpid())
+    return Path(tempfile.mkdtemp(dir=folder))
+
+
+def remove(folder: Path, owner: int) -> None:
+    """Remove a folder, unless this process is a fork of ``owner``, which may still use it."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked_folder() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="backlight-"))
+    if sys.platform == "win32":
+        return folder
+    with contextlib.suppress(OSError):  # some file systems have no locks: there, no process removes it either
+        fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)
+    # It gets the name by which others find it once it is locked.
+    return folder.rename(folder.with_name(_PREFIX + folder.name.removeprefix("backlight-")))
+
+
+def _remove_abandoned(parent: Path) -> None:
+    if sys.platform == "win32":
+        return
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(descriptor).st_uid == os.geteuid():
+                    shutil.rmtree(folder)
+            finally:
+                os.close(descriptor)

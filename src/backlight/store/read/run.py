@@ -16,21 +16,21 @@ from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.registry import DISPLAYS
 from backlight.series import SERIES, SeriesSchema
 from backlight.store.errors import RunFormatError
-from backlight.store.format.hdf5_pieces import ArrayInfo
+from backlight.store.format.arrays import ArrayInfo
 from backlight.store.format.manifest import Progress, read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, storable, written_attempts
 from backlight.store.format.schema import NOT_STORED, unit_of_scalar
-from backlight.store.read import completeness, frames, join_ranks
+from backlight.store.read import frames
 from backlight.store.read.attempt_files import (
     AttemptFiles,
     array_infos,
     array_values,
     evidence_paths,
     open_attempt,
+    shortfall,
 )
 from backlight.store.read.decode_cache import MAX_READING_BYTES, DecodeCache
-from backlight.store.read.frames import Frame, Holders
-from backlight.store.read.join_ranks import RankState, Spread
+from backlight.store.read.frames import Frame, Holders, RankState, Spread
 from backlight.store.read.rank_file import Block, RankFile, Window, latest
 from backlight.store.read.remote import Mirror, is_url, shown
 from backlight.store.read.snapshot import sibling, size_of
@@ -202,7 +202,7 @@ class Run:
         Empty where it lacks nothing: without it, no finding means that the rules found none.
         """
         endings = {ending for opened in self._opened for ending in opened.endings}
-        return completeness.shortfall(
+        return shortfall(
             self._opened,
             lambda kind: [(event.step, event.payload) for event in self.events(kind)],
             is_damaged=not endings.issuperset(self.losses),
@@ -226,7 +226,7 @@ class Run:
     def ranks(self, attempt: int = -1) -> tuple[RankState, ...]:
         """Return how far each rank of one attempt came, and how it ended (-1: the newest attempt)."""
         chosen = self._opened[-1:] if attempt == -1 else [o for o in self._opened if o.entry.index == attempt]
-        return join_ranks.states(chosen[0]) if chosen else ()
+        return frames.states(chosen[0]) if chosen else ()
 
     def series_steps(self, series: str) -> npt.NDArray[np.int64]:
         """Return the global steps at which any rank recorded the series, in any part."""
@@ -252,7 +252,7 @@ class Run:
 
     def last_step(self) -> int:
         """Return the last global step that any rank took, recorded or not; -1 where there is none."""
-        return max((join_ranks.last_step(opened) for opened in self._opened), default=-1)
+        return max((frames.last_step(opened) for opened in self._opened), default=-1)
 
     def frame(
         self, series: str, column: str, *, attempt: int | None = None, rank: int | None = None, part: int = 0
@@ -279,7 +279,7 @@ class Run:
         def read(window: Window | None, after: Mapping[RankFile, int]) -> Frame:
             wanted = frames.needs(schema, column)
             blocks = [
-                join_ranks.block(
+                frames.block(
                     group,
                     series,
                     wanted,
@@ -327,13 +327,13 @@ class Run:
         whole = rank is None and source == "backlight"
         merged = []
         for files in self._by_attempt(attempt, rank):
-            if whole and name in join_ranks.FROM_TOTAL and not join_ranks.alone(files):
+            if whole and name in frames.FROM_TOTAL and not frames.alone(files):
                 norms = functools.partial(self.frame, "gradient", "norm", attempt=files[0].attempt)
-                merged.append(join_ranks.from_total(files, name, norms))
+                merged.append(frames.from_total(files, name, norms))
             else:
-                by_rank = join_ranks.scalars(files, storable(source), storable(name))
-                is_mean = whole and name.partition("/")[0] in join_ranks.MEANS
-                join = join_ranks.mean if is_mean else join_ranks.lowest
+                by_rank = frames.scalars(files, storable(source), storable(name))
+                is_mean = whole and name.partition("/")[0] in frames.MEANS
+                join = frames.mean if is_mean else frames.lowest
                 merged.append(join(by_rank))
         return Scalar(*latest(merged), unit_of_scalar(name, source))
 
@@ -343,10 +343,10 @@ class Run:
         Where two attempts hold a step, the later one counts.
         """
         logged = [
-            join_ranks.scalars(files, storable(source), storable(name))
+            frames.scalars(files, storable(source), storable(name))
             for files in self._by_attempt(attempt, None)
         ]
-        return join_ranks.spread(logged, unit_of_scalar(name, source))
+        return frames.spread(logged, unit_of_scalar(name, source))
 
     def scalar_names(self, source: str | None = None) -> tuple[str, ...]:
         """Return the names of the scalars of a source, or of all, in the order of their first use."""
@@ -428,7 +428,7 @@ class Run:
         """Return how the ranks of an attempt, all of whose files are given, hold its parameters."""
         index = files[0].attempt
         if index not in self._holders:
-            self._holders[index] = join_ranks.holders_of(files, self._names)
+            self._holders[index] = frames.holders_of(files, self._names)
         return self._holders[index]
 
     def _by_attempt(self, attempt: int | None, rank: int | None) -> list[Sequence[RankFile]]:

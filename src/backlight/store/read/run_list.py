@@ -27,8 +27,8 @@ from backlight.store.format.names import (
     unmerged,
 )
 from backlight.store.format.schema import EVALUATED, WATCHDOG_RANK
+from backlight.store.read.attempt_files import shortfall_of_first
 from backlight.store.read.columnar import ColumnarDataset, ColumnarRank
-from backlight.store.read.completeness import shortfall_of_first
 from backlight.store.read.rank_file import RankFile, open_rank_file
 from backlight.text import visible
 

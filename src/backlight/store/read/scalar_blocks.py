@@ -6,9 +6,8 @@ import contextlib
 from typing import Any
 
 from backlight.store.errors import RunFormatError
-from backlight.store.format import checksums, scalar_codec
-from backlight.store.format.scalar_codec import BLOCK_VALUES, LoggedValues
-from backlight.store.format.schema import TYPES
+from backlight.store.format.encoding import BLOCK_VALUES, LoggedValues, decode_scalars
+from backlight.store.format.schema import TYPES, block_checksum
 from backlight.store.read.snapshot import Snapshot
 
 _COLUMNS = ", ".join(TYPES["scalar"])
@@ -66,10 +65,10 @@ def highest(snapshot: Snapshot, table: str, column: str) -> int:
 
 def _block(row: tuple[Any, ...]) -> LoggedValues | None:
     """Return the values of a row, None where its types, checksum or bytes are wrong."""
-    if not all(map(isinstance, row, _TYPES)) or row[4] != checksums.of_block(*row[:4], *row[5:]):
+    if not all(map(isinstance, row, _TYPES)) or row[4] != block_checksum(*row[:4], *row[5:]):
         return None
     if row[2] > row[0] - row[1] + 1:  # fewer, where old steps were thinned
         return None
     with contextlib.suppress(RunFormatError):
-        return scalar_codec.decode(row[2], *row[5:])
+        return decode_scalars(row[2], *row[5:])
     return None

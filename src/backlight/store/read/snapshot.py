@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from backlight import atomic_files, processes, untrusted_files
+from backlight.store.connections import Connection, connect
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import check_format
 from backlight.store.format.schema import DATABASE_KIND, TABLES
-from backlight.store.platform.connections import Connection, connect
-from backlight.store.read import private_copies
+from backlight.store.read.remote import new_folder, remove
 
 T = TypeVar("T")
 Rows = list[tuple[Any, ...]]
@@ -211,8 +211,8 @@ class Snapshot:
 
     def _copied(self) -> Path:
         """Copy the database with its log so that the two belong together."""
-        folder = private_copies.new_folder()
-        weakref.finalize(self, private_copies.remove, folder, os.getpid())
+        folder = new_folder()
+        weakref.finalize(self, remove, folder, os.getpid())
         target = folder / self.path.name
         for _ in range(_TRIES):
             before = _header(self._log)

@@ -25,12 +25,18 @@ from backlight.distributed import JOB_SEPARATOR, given_directory
 from backlight.records import Fingerprint, RunStatus
 from backlight.redaction import Redaction
 from backlight.store.errors import RunExistsError, RunFormatError, RunHeldError, RunPathError, RunWriteError
-from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress, read_manifest
+from backlight.store.filesystem import CLAIM, ProcessIdentity, locked
+from backlight.store.format.manifest import (
+    HEARTBEAT_S,
+    AttemptEntry,
+    Manifest,
+    Progress,
+    read_document,
+    read_manifest,
+    seal,
+)
 from backlight.store.format.names import MANIFEST, attempt_folder, document_name, safe_name
 from backlight.store.format.schema import FORMAT_VERSION
-from backlight.store.platform import atomic_json
-from backlight.store.platform.filesystem import CLAIM, locked
-from backlight.store.platform.process import ProcessIdentity
 
 JOIN_TIMEOUT_S = 60.0
 """Time that a further rank waits for rank 0 to open the attempt."""
@@ -145,7 +151,7 @@ class Entry:
         }
         # The fingerprint may hold thousands of modules; it is serialised once.
         text = f'{codec.encode(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
-        atomic_files.write(self.folder / document_name(self.rank), atomic_json.seal(text))
+        atomic_files.write(self.folder / document_name(self.rank), seal(text))
 
 
 def default_path(script: str = "", launch: str | None = None) -> Path:
@@ -430,7 +436,7 @@ def _expected_fingerprint(
         return None
     document = path / attempt_folder(attempts[-1].index) / document_name(rank)
     try:
-        found = atomic_json.read_document(document).get("fingerprint")
+        found = read_document(document).get("fingerprint")
         return None if found is None else codec.convert(found, Fingerprint)
     except (RunFormatError, OSError, ValueError):
         return None

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import sqlite3
+import stat
+import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,9 +20,18 @@ import numpy.typing as npt
 
 from backlight import atomic_files, clock, codec, processes
 from backlight.series import SERIES
+from backlight.store.connections import Connection, connect
 from backlight.store.errors import RunFormatError
-from backlight.store.format import checksums, column_codec, scalar_codec, step_bins
-from backlight.store.format.scalar_codec import LoggedValues
+from backlight.store.format import encoding
+from backlight.store.format.encoding import (
+    BLOCK_VALUES,
+    LoggedValues,
+    decode_scalars,
+    encode_floats,
+    encode_integers,
+    encode_scalars,
+)
+from backlight.store.format.names import database_name, segment_name
 from backlight.store.format.schema import (
     COUNTED,
     DATABASE_KIND,
@@ -27,9 +39,11 @@ from backlight.store.format.schema import (
     TABLES,
     THINNED,
     TYPES,
+    block_checksum,
     is_of_every_step,
+    row_checksum,
+    series_checksum,
 )
-from backlight.store.platform.connections import Connection, connect
 
 SQLITE_VERSION = sqlite3.sqlite_version
 """Release of the SQLite library in use."""
@@ -118,10 +132,7 @@ class Batch:
             },
         }
         return {
-            **{
-                table: [(*row, checksums.of_row(table, row)) for row in rows]
-                for table, rows in numbered.items()
-            },
+            **{table: [(*row, row_checksum(table, row)) for row in rows] for table, rows in numbered.items()},
             **{f"series_{name}": list(_encoded(rows, sizes)) for name, rows in self.series.items()},
         }
 
@@ -132,10 +143,10 @@ def _encoded(rows: list[Row], sizes: Sizes) -> Iterator[tuple[object, ...]]:
     for i in range(1, len(rows) + 1):
         if i == len(rows) or rows[i][2] != rows[first][2]:
             group = rows[first:i]
-            floats = column_codec.encode_floats(np.stack([row[3] for row in group]))
-            ints = column_codec.encode_integers(np.stack([row[4] for row in group]), sizes[group[0][2]])
+            floats = encode_floats(np.stack([row[3] for row in group]))
+            ints = encode_integers(np.stack([row[4] for row in group]), sizes[group[0][2]])
             for (part, step, table, _, _), f, n in zip(group, floats, ints, strict=True):
-                yield part, step, table, checksums.of_series_row(part, step, table, f, n), f, n
+                yield part, step, table, series_checksum(part, step, table, f, n), f, n
             first = i
 
 
@@ -144,10 +155,10 @@ def _block(first: int, logged: LoggedValues, last: int = 0) -> tuple[object, ...
 
     ``last`` is that of the last one that it stands for, where fewer are left of them.
     """
-    floats, integers = scalar_codec.encode(logged)
+    floats, integers = encode_scalars(logged)
     count = len(logged.steps)
     key = last or first + count - 1, first, count, int(logged.steps.max())
-    return *key, checksums.of_block(*key, floats, integers), floats, integers
+    return *key, block_checksum(*key, floats, integers), floats, integers
 
 
 def _connect(path: Path) -> Connection:
@@ -190,7 +201,7 @@ class RankDatabase:
         self.last: dict[str, int] = dict.fromkeys(COUNTED, 0)
         self._unfilled = LoggedValues.of([])
         self._of_every_step: set[int] = set()
-        self._next_thinning = 2 * step_bins.WHOLE_STEPS
+        self._next_thinning = 2 * encoding.WHOLE_STEPS
         self._checkpoint_pages = checkpoint_pages
         _create(path, meta)
         self._inode = self.path.stat().st_ino
@@ -232,14 +243,13 @@ class RankDatabase:
         # The last block is written anew until it is full: one for each flush would be mostly overhead.
         logged = LoggedValues.join([self._unfilled, LoggedValues.of(batch.scalars)])
         written_before = self.last["scalar"] - len(self._unfilled.steps)
-        blocks = logged.split(scalar_codec.BLOCK_VALUES)
+        blocks = logged.split(BLOCK_VALUES)
         newest = int(logged.steps.max(initial=-1))
         is_due = newest >= self._next_thinning
         thinned, event = self._thin(newest, written_before) if is_due else ([], Batch())
         rows = (batch.followed_by(event) if event else batch).rows(sizes, self.last)
         rows["scalar"] = thinned + [
-            _block(written_before + 1 + i * scalar_codec.BLOCK_VALUES, block)
-            for i, block in enumerate(blocks)
+            _block(written_before + 1 + i * BLOCK_VALUES, block) for i, block in enumerate(blocks)
         ]
         self._run("BEGIN IMMEDIATE")
         try:
@@ -257,10 +267,10 @@ class RankDatabase:
         for name, written in rows.items():
             self.last[name] += len(batch.scalars if name == "scalar" else written)
         if blocks:
-            is_full = len(blocks[-1].steps) == scalar_codec.BLOCK_VALUES
+            is_full = len(blocks[-1].steps) == BLOCK_VALUES
             self._unfilled = LoggedValues.of([]) if is_full else blocks[-1]
         if is_due:
-            self._next_thinning = newest + step_bins.WHOLE_STEPS
+            self._next_thinning = newest + encoding.WHOLE_STEPS
         if clock.monotonic() - self._synced > SYNC_INTERVAL_S:
             with contextlib.suppress(sqlite3.Error):  # the rows are written, and must not be so twice
                 self._run("PRAGMA wal_checkpoint(PASSIVE)")
@@ -268,17 +278,17 @@ class RankDatabase:
 
     def _thin(self, newest: int, written: int) -> tuple[list[tuple[object, ...]], Batch]:
         """Return the blocks that replace old ones of the first ``written`` values, and the event of it."""
-        before = newest - step_bins.WHOLE_STEPS
+        before = newest - encoding.WHOLE_STEPS
         ((last,),) = self._run(f"SELECT max(id) FROM scalar WHERE step < {before} AND id <= {written}")
         found = self._run(f"SELECT count, floats, ints FROM scalar WHERE id <= {last or 0} ORDER BY id")
         try:
-            logged = LoggedValues.join([scalar_codec.decode(*row) for row in found])
+            logged = LoggedValues.join([decode_scalars(*row) for row in found])
         except RunFormatError:  # what is damaged stays as it is, for the reader to report
             return [], Batch()
-        width = step_bins.bin_width(before)
-        blocks = step_bins.thin(logged, self._of_every_step, width).split(scalar_codec.BLOCK_VALUES)
+        width = encoding.bin_width(before)
+        blocks = encoding.thin(logged, self._of_every_step, width).split(BLOCK_VALUES)
         rows = [
-            _block(1 + i * scalar_codec.BLOCK_VALUES, block, last if block is blocks[-1] else 0)
+            _block(1 + i * BLOCK_VALUES, block, last if block is blocks[-1] else 0)
             for i, block in enumerate(blocks)
         ]
         before = int(logged.steps.max(initial=-1)) + 1
@@ -406,3 +416,93 @@ class DiskBudget:
         while self.limit is not None and self.stride and used >= self.limit * (1 - 0.5 / self.stride**0.5):
             self.stride = self.stride * 4 if self.stride < MAX_STRIDE else 0
         return self.stride != before
+
+
+FIRST_SEGMENT_S = 10.0
+"""Time until the first segment, so that a young run can be read."""
+
+SEGMENT_INTERVAL_S = 30.0
+"""Time between segments at first."""
+
+_SCRATCH = "backlight-run-"
+
+AGE_SHARE = 1 / 20
+"""After that, the share of the age of the run between segments, so that they stay few."""
+
+
+def is_scratch(folder: Path) -> bool:
+    """Return whether a folder is one in which a run of this user keeps its open database."""
+    found = folder.stat(follow_symlinks=False)
+    is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
+    is_own = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
+    return folder.name.startswith(_SCRATCH) and is_private and is_own
+
+
+class SegmentedDatabase:
+    """Counterpart of :class:`~backlight.store.write.database.RankDatabase` for network storage."""
+
+    def __init__(self, folder: Path, rank: int, meta: Mapping[str, str]) -> None:
+        self.local = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+        self.published: dict[str, dict[str, int]] = {}
+        self._folder = folder
+        self._rank = rank
+        self._meta = dict(meta)
+        self._published_bytes = 0
+        self._tables: list[tuple[int, str]] = []
+        self._names: list[tuple[int, str, str]] = []
+        self._began = self._segment_began = clock.monotonic()
+        try:
+            self._open = RankDatabase(self.path, self._meta)
+        except BaseException:
+            shutil.rmtree(self.local, ignore_errors=True)
+            raise
+
+    @property
+    def path(self) -> Path:
+        """Path of the open database, outside of the run directory."""
+        return self.local / database_name(self._rank)
+
+    def write(self, batch: Batch, sizes: Sizes) -> None:
+        """Write a batch and publish a segment where one is due; errors pass through."""
+        self._open.write(batch, sizes)
+        self._tables += batch.tables
+        self._names += batch.names
+        now = clock.monotonic()
+        due = max(SEGMENT_INTERVAL_S, (now - self._began) * AGE_SHARE) if self.published else FIRST_SEGMENT_S
+        if now - self._segment_began >= due:
+            try:
+                self._publish()
+                self._open = RankDatabase(self.path, self._meta)
+                # Each segment can be read alone, so it repeats the tables that its rows refer to.
+                self._open.write(Batch(tables=list(self._tables), names=list(self._names)), sizes)
+            except sqlite3.Error as error:  # the batch is written, and must not be so twice
+                raise OSError(f"{self._folder}: no segment was published: {error}") from error
+            self._segment_began = clock.monotonic()
+
+    def _publish(self) -> None:
+        """Close the open database and copy it, complete, into the run directory."""
+        last = dict(self._open.last)
+        self._open.close()
+        segment = self._folder / segment_name(self._rank, len(self.published))
+        atomic_files.copy(self.path, segment)
+        self.published[segment.name] = last
+        self._published_bytes += segment.stat().st_size
+        self.path.unlink()
+
+    def reopen(self) -> None:
+        """Open the database anew after a failed write; errors pass through."""
+        self._open.reopen()
+
+    def check_exists(self) -> None:
+        """Raise an OSError unless the open database and the run directory still exist."""
+        self._open.check_exists()
+        self._folder.stat()
+
+    def size(self) -> int:
+        """Return the bytes of all segments and of the open database."""
+        return self._published_bytes + self._open.size()
+
+    def close(self) -> None:
+        """Publish the open database, then remove the local folder; errors pass through."""
+        self._publish()
+        shutil.rmtree(self.local, ignore_errors=True)

@@ -17,11 +17,10 @@ from typing import Any
 from backlight import clock, codec
 from backlight.records import Finding
 from backlight.store.errors import RunFormatError
-from backlight.store.format.manifest import read_manifest
+from backlight.store.format.arrays import write_evidence
+from backlight.store.format.manifest import read_document, read_manifest, write_document
 from backlight.store.format.names import attempt_folder, safe_name, storable
 from backlight.store.format.schema import WATCHDOG_RANK
-from backlight.store.platform import atomic_json
-from backlight.store.write.arrays import write_evidence
 from backlight.store.write.database import Batch, RankDatabase
 
 HOST_VARIABLE = "BACKLIGHT_HOST"
@@ -64,12 +63,12 @@ class WatchdogWriter:
     def ask(self, question: Mapping[str, Any]) -> None:
         """Publish a question to the watchdogs of the other machines, if the file system allows it."""
         with contextlib.suppress(OSError):
-            atomic_json.write_document(self._folder / _QUESTION, {"host": self.host, **question})
+            write_document(self._folder / _QUESTION, {"host": self.host, **question})
 
     def asked(self) -> dict[str, Any] | None:
         """Return the newest question, None where there is none or it cannot be read."""
         try:
-            return atomic_json.read_document(self._folder / _QUESTION)
+            return read_document(self._folder / _QUESTION)
         except RunFormatError:
             return None
 

@@ -25,13 +25,12 @@ from backlight.interrupts import is_interrupt, suppressed
 from backlight.records import Finding, Fingerprint, ParameterRecord, RunStatus
 from backlight.redaction import Redaction
 from backlight.series import SERIES
+from backlight.store import filesystem
 from backlight.store.errors import RunWriteError
-from backlight.store.format.hdf5_pieces import Filters
+from backlight.store.format.arrays import ArrayWriter, Filters, write_evidence
 from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress
 from backlight.store.format.names import ARRAYS, database_name, storable
 from backlight.store.format.schema import DISK_LIMIT, NOT_STORED
-from backlight.store.platform import filesystem
-from backlight.store.write.arrays import ArrayWriter, write_evidence
 from backlight.store.write.attempt import Entry, enter
 from backlight.store.write.database import (
     MAX_FAILURES,
@@ -39,10 +38,10 @@ from backlight.store.write.database import (
     Batch,
     DiskBudget,
     RankDatabase,
+    SegmentedDatabase,
     is_permanent,
     reason_of,
 )  # fmt: skip
-from backlight.store.write.segments import SegmentedDatabase
 
 _WIDTHS = {name: (len(schema.floats), len(schema.integers)) for name, schema in SERIES.items()}
 

@@ -15,7 +15,7 @@ from backlight.monitors.spectra.instrument.worker_thread import (
     longest_first,
     owners,
 )
-from backlight.store.format.spectra import Layer
+from backlight.store.spectra import Layer
 
 SHAPES = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=30)
 

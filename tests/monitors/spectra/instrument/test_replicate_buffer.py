@@ -7,7 +7,7 @@ import torch
 
 from backlight.capture.batches import split
 from backlight.monitors.spectra.instrument.replicate_buffer import ReplicateBuffer, Target, copied, fitting
-from backlight.store.format.spectra import Layer
+from backlight.store.spectra import Layer
 
 
 def target(key: int, rows: int, columns: int = 4) -> Target:

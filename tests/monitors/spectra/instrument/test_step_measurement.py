@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import backlight
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.monitors.spectra.instrument.worker_thread import StepMeasurement
-from backlight.store.read import spectra as stored
+from backlight.store import spectra as stored
 from spectra.training import batch, build, loss_of, same, train, train_once, unmeasured, watch, weights
 
 Replicates = dict[tuple[int, str], list[Tensor]]

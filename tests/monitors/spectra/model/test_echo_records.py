@@ -10,9 +10,8 @@ import torch
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.shrinkage import threshold
 from backlight.monitors.spectra.model.echo_records import record_arrays, record_layer, record_left_out
-from backlight.store.format.spectra import FIELDS, NUMBERS, Layer
 from backlight.store.read.run import open_run
-from backlight.store.read.spectra import layers, left_out, measurements, table
+from backlight.store.spectra import FIELDS, NUMBERS, Layer, layers, left_out, measurements, table
 from backlight.store.write.writer import RunWriter
 from spectra_runs import record
 

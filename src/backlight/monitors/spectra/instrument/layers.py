@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backlight.measure.spectra.replicates import as_matrix
 from backlight.monitors.spectra.settings import SpectraError
-from backlight.store.format.spectra import Layer
+from backlight.store.spectra import Layer
 from backlight.text import did_you_mean
 
 Split = Callable[[str, Tensor], Mapping[str, Tensor]]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backlight.devices import has_async_copies, synchronize
-from backlight.store.format.spectra import Layer
+from backlight.store.spectra import Layer
 
 
 @dataclass(frozen=True)

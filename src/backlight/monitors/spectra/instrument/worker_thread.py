@@ -34,7 +34,7 @@ from backlight.monitors.spectra.instrument.rank_group import RankGroup
 from backlight.monitors.spectra.instrument.replicate_buffer import CapturedStep, Target
 from backlight.monitors.spectra.model.echo_records import record_arrays, record_measured
 from backlight.monitors.spectra.settings import SpectraError, SpectraSettings
-from backlight.store.format.spectra import PREFIX
+from backlight.store.spectra import PREFIX
 from backlight.threads import BackgroundThread
 
 if TYPE_CHECKING:

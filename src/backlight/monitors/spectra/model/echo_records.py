@@ -1,6 +1,6 @@
 """Layers, parameters that are left out, and the spectral echo of a layer at a step, as they are stored.
 
-The layout is that of :mod:`backlight.store.format.spectra`. No torch.
+The layout is that of :mod:`backlight.store.spectra`. No torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from backlight.measure.noise_scale import Interval, NoiseScale, noise_scale
 from backlight.monitor import Recorder
-from backlight.store.format.spectra import (
+from backlight.store.read.run import Run
+from backlight.store.spectra import (
     FIELDS,
     LAYER,
     LEFT_OUT,
@@ -24,9 +25,9 @@ from backlight.store.format.spectra import (
     PREFIX,
     Layer,
     Measurement,
+    layers,
+    measurements,
 )
-from backlight.store.read.run import Run
-from backlight.store.read.spectra import layers, measurements
 from backlight.text import number
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def record_measured(
     Comes after :func:`record_arrays`, and after a flush where a kill between the two must not leave the event
     without its arrays. ``batch`` are the samples of one replicate; without it there is no noise scale.
     ``stable_ranks`` are by ``"weight"``, ``"update"`` and ``"momentum"``; ``drift`` are numbers of
-    :data:`backlight.store.format.spectra.NUMBERS`.
+    :data:`backlight.store.spectra.NUMBERS`.
 
     Raises
     ------

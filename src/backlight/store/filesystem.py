@@ -1,6 +1,7 @@
-"""File systems: local or network storage, and a lock between processes that holds on both.
+"""File systems, local or shared, and the processes on them: who writes a run, and who may enter it.
 
-SQLite's write-ahead log and the kernel's locks do not work reliably on network storage.
+SQLite's write-ahead log and the kernel's locks do not work reliably on network storage. A process id alone is
+reused: together with the boot of the machine, the process namespace and the start time it is unique.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import contextlib
 import errno
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
-from backlight import clock, codec
+from backlight import clock, codec, processes, untrusted_files
 from backlight.store.errors import RunFormatError, RunWriteError
-from backlight.store.platform import atomic_json
-from backlight.store.platform.process import ProcessIdentity
 
 if sys.platform != "win32":
     import fcntl
@@ -201,7 +203,73 @@ def _is_abandoned(claim: Path) -> bool:
     """Return whether the process that created the claim ended without removing it."""
     try:
         age_s = clock.system_time() - claim.stat().st_mtime
-        alive = codec.convert(atomic_json.read_document(claim), ProcessIdentity).alive()
-    except (OSError, ValueError, RunFormatError):
+        text = untrusted_files.read(claim, owners=untrusted_files.owners_beside(claim)).decode("ascii")
+        alive = codec.convert(codec.decode(text), ProcessIdentity).alive()
+    except (OSError, ValueError):
         return False  # it has just been removed, or is just being written
     return alive is False or (alive is None and age_s > STALE_CLAIM_S)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """A process, uniquely; ``start`` is in clock ticks since boot, empty strings where unknown."""
+
+    pid: Any = 0  # an int; damage reads as 0, and does not make the whole document unreadable
+    host: str = ""
+    boot: str = ""
+    namespace: str = ""
+    start: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pid, int):
+            object.__setattr__(self, "pid", 0)
+
+    @classmethod
+    def of_this_process(cls) -> Self:
+        """Return the identity of the calling process."""
+        pid = os.getpid()
+        return cls(pid, socket.gethostname(), _boot(), _namespace(), _start(pid))
+
+    def alive(self) -> bool | None:
+        """Return whether the process lives, None where that cannot be determined from here."""
+        if self.pid <= 0 or not self.host or self.host != socket.gethostname():
+            return None
+        boot = _boot()
+        if self.boot and boot and self.boot != boot:
+            return False
+        if self.namespace != _namespace():
+            return None
+        return _exists(self.pid) and (not self.start or _start(self.pid) == self.start)
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def _namespace() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _start(pid: int) -> str:
+    """Return the start in clock ticks since boot, empty where there is no process or a zombie.
+
+    Not a wall-clock time: setting the clock must not end a living writer for readers.
+    """
+    found = processes.read_process(pid)
+    return "" if found is None or found.is_dead else str(found.start)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

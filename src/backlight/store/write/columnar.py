@@ -14,21 +14,21 @@ import numpy as np
 from backlight import atomic_files, codec
 from backlight.series import SERIES, SeriesSchema
 from backlight.store.errors import RunFormatError
-from backlight.store.format.columnar import (
+from backlight.store.filesystem import pinned
+from backlight.store.format.manifest import write_document
+from backlight.store.format.names import columns_folders, columns_name, parse_columns
+from backlight.store.format.schema import COUNTED
+from backlight.store.read import frames
+from backlight.store.read.attempt_files import AttemptFiles
+from backlight.store.read.columnar import (
     INDEX,
     INDEX_KIND,
     JOINED,
     MAX_GROUP_ROWS,
+    ColumnarDataset,
     Index,
     RankIndex,
 )
-from backlight.store.format.names import columns_folders, columns_name, parse_columns
-from backlight.store.format.schema import COUNTED
-from backlight.store.platform import atomic_json
-from backlight.store.platform.filesystem import pinned
-from backlight.store.read import frames, join_ranks
-from backlight.store.read.attempt_files import AttemptFiles
-from backlight.store.read.columnar import ColumnarDataset
 from backlight.store.read.rank_file import NOTHING, Block, Logged, RankFile, Steps, Window, latest
 
 COMPRESSION_LEVEL = 3
@@ -77,7 +77,7 @@ class _Conversion:
         self.folder = folder
         self.every = every
         self.advance = advance
-        self.ranks = join_ranks.by_rank(opened.files)
+        self.ranks = frames.by_rank(opened.files)
         self.names: list[tuple[str, ...]] = [
             frames.model_order([t for f in opened.files for t in f.table_names.values()])
         ]
@@ -115,7 +115,7 @@ class _Conversion:
             scalars=tuple(lists),
             files=files,
         )
-        atomic_json.write_document(self.folder / INDEX, {"kind": INDEX_KIND, **codec.plain(index)})
+        write_document(self.folder / INDEX, {"kind": INDEX_KIND, **codec.plain(index)})
         self._verify()
 
     def _series(self, schema: SeriesSchema, done: int) -> None:
@@ -134,14 +134,14 @@ class _Conversion:
                         block = _only(frames.join_attempts(blocks), kept)
                         self.rows[rank][f"series_{schema.name}"] += len(block.steps)
                         write(rank, part, axis, block)
-        if len(self.ranks) == 1 and join_ranks.alone(self.opened.files):
+        if len(self.ranks) == 1 and frames.alone(self.opened.files):
             return
         axis = self.names[0]
-        holders = join_ranks.holders_of(self.opened.files, axis)
+        holders = frames.holders_of(self.opened.files, axis)
         with self._writer(f"{schema.name}{JOINED}", columns, schema) as write:
             for part in _parts(files, schema.name):
                 for window in _windows(kept, len(axis)):
-                    joined = join_ranks.block(
+                    joined = frames.block(
                         self.opened.files, schema.name, columns, axis, part, lambda: holders, window
                     )
                     write(None, part, axis, _only(joined, kept))

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from backlight import codec
 from backlight.records import Finding
 from backlight.series import SERIES, SeriesSchema
+from backlight.store import spectra
 from backlight.store.errors import ExportError
 from backlight.store.format.names import storable
 from backlight.store.format.schema import unit_of_scalar
-from backlight.store.format.spectra import FIELDS, LAYER, NUMBERS, Layer, Measurement
-from backlight.store.format.spectra import Table as Spectrum
-from backlight.store.read import spectra
 from backlight.store.read.run import Run
+from backlight.store.spectra import FIELDS, LAYER, NUMBERS, Layer, Measurement
+from backlight.store.spectra import Table as Spectrum
 
 CHUNK_ROWS = 250_000
 """Rows of a long table that are in memory at a time."""
@@ -318,7 +318,7 @@ _DIRECTION_COLUMNS: Mapping[str, str] = MappingProxyType(
         **{name: name for name in ("residual", "block_echo", "shrunk")},
     }
 )
-"""Columns with a number per direction, by their field of :data:`backlight.store.format.spectra.FIELDS`."""
+"""Columns with a number per direction, by their field of :data:`backlight.store.spectra.FIELDS`."""
 
 _LAYER_COLUMNS: Mapping[str, str] = MappingProxyType(
     {
