@@ -15,9 +15,8 @@ from typing import Any
 import h5py
 import numpy as np
 
-from backlight.store.format import schema
 from backlight.store.format.manifest import seal
-from backlight.store.format.schema import TABLES
+from backlight.store.format.schema import ROWS, TABLES, checksum
 
 HOSTILE: tuple[Any, ...] = (
     None, True, -1, 0, 2**31, 2**63 - 1, -(2**63), 10**30, 1e308, float("nan"), float("inf"), "", "x" * 9_999,
@@ -169,18 +168,15 @@ def mutate_database(path: Path, rng: random.Random, *, forge: bool = False) -> N
 
 
 def set_checksums(connection: sqlite3.Connection) -> None:
-    """Give the rows without blobs the checksums that fit, where they can have any."""
+    """Give the rows the checksums that fit, where they can have any."""
     real = dict(connection.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'"))
-    for table in ("parameter_table", "scalar_name", "scalar", "event", "finding"):
+    for table in ROWS:
         if real.get(table) != TABLES[table]:
             continue
         with contextlib.suppress(sqlite3.Error):  # the table is damaged
-            columns = re.findall(r"(\w+) (?:INTEGER|TEXT|REAL|BLOB)", TABLES[table].replace(" crc", ""))
-            for row in connection.execute(f"SELECT {', '.join(columns)} FROM {table}").fetchall():
+            for row in connection.execute(f"SELECT * FROM {table}").fetchall():
                 with contextlib.suppress(struct.error, AttributeError, TypeError):  # types of no valid row
-                    crc = (
-                        schema.block_checksum(*row) if table == "scalar" else schema.row_checksum(table, row)
-                    )
+                    crc = checksum(table, row[:-1])
                     connection.execute(f"UPDATE {table} SET crc = ? WHERE rowid = ?", (crc, row[0]))
 
 

@@ -29,9 +29,8 @@ from backlight.session.script_end import failure, uncaught_exception
 from backlight.session.settings import Settings, given_settings, suggest_keywords
 from backlight.session.watch import Watch, watch
 from backlight.store.errors import StoreError
-from backlight.store.read.attempt_files import wait_for_ranks
 from backlight.store.read.run import Run, open_run
-from backlight.store.write.attempt import default_path
+from backlight.store.write.attempt import default_path, wait_for_ranks
 from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:

@@ -22,9 +22,9 @@ from backlight.session.settings import Settings
 from backlight.store.errors import RunExistsError, RunHeldError
 from backlight.store.format.manifest import read_manifest
 from backlight.store.format.schema import EVALUATED
-from backlight.store.read.attempt_files import open_attempt, wait_for_ranks
+from backlight.store.read.attempt_files import open_attempt
 from backlight.store.read.run import Run, open_run
-from backlight.store.write.attempt import JOIN_TIMEOUT_S, default_path, own_path
+from backlight.store.write.attempt import JOIN_TIMEOUT_S, default_path, own_path, wait_for_ranks
 from backlight.store.write.writer import RunWriter
 from backlight.text import as_typed
 

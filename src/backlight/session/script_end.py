@@ -16,8 +16,8 @@ from backlight.records import Finding
 from backlight.redaction import Redaction
 from backlight.session.outputs import print_line
 from backlight.store.format.manifest import Progress
-from backlight.store.read.attempt_files import wait_for_ranks
 from backlight.store.read.run import open_run
+from backlight.store.write.attempt import wait_for_ranks
 from backlight.text import as_typed, count, visible
 from backlight.user_code import SourceLine, is_user_code
 

@@ -7,6 +7,7 @@ one that forked. The same holds for HDF5 and the lock of h5py, which newer relea
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sqlite3
 import threading
@@ -91,6 +92,13 @@ class Connection(sqlite3.Connection):
         """
         with CALLS:
             return self.execute(statement, tuple(parameters)).fetchall()
+
+    def readable(self, statement: str) -> list[tuple[Any, ...]]:
+        """Return the rows of a statement up to the first that cannot be read."""
+        rows: list[tuple[Any, ...]] = []
+        with CALLS, contextlib.suppress(sqlite3.Error, UnicodeDecodeError, OverflowError):
+            rows.extend(self.execute(statement))
+        return rows
 
     def insert(self, statement: str, rows: Iterable[Sequence[Any]]) -> None:
         """Run a statement for each row; a sqlite3.Error passes through."""

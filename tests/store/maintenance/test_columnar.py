@@ -237,7 +237,7 @@ def test_a_dataset_that_is_not_whole_is_refused(
         ("run_id", "other", "belongs to another run"),
         ("names", [], "refers to lists that are not there"),
         ("files", {"../x.parquet": 1}, "it lists the file '../x.parquet'"),
-        ("format", 99, "format 99, this release reads format 4"),
+        ("format", 99, "format 99, this release reads format 5"),
     ],
 )
 def test_an_index_that_lies_is_refused(columns: Path, key: str, value: object, words: str) -> None:

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from backlight.records import RunStatus
-from backlight.store.read.attempt_files import wait_for_ranks
+from backlight.store.write.attempt import wait_for_ranks
 from backlight.store.write.writer import RunWriter
 
 

@@ -21,13 +21,15 @@ from backlight.store.write.writer import RunWriter
 from fuzz.mutation import set_checksums
 
 Record = Callable[..., tuple[ParameterRecord, ...]]
-STEPS = 400
+STEPS, BLOCK = 400, 20
 
 
 @pytest.fixture
 def run_path(tmp_path: Path, record: Record) -> Path:
     writer = RunWriter.create(tmp_path / "run")
-    record(writer, STEPS)
+    for start in range(0, STEPS, BLOCK):
+        record(writer, BLOCK, start=start)
+        writer.flush()
     writer.event(3, "mark", {"a": 1})
     writer.array("gram", 0, np.arange(6.0).reshape(2, 3), dims=("a", "b"))
     writer.close()
@@ -72,34 +74,34 @@ def read_everything(run: Run) -> None:
         (b'{"kind": "backlight run"}', "has format None, expected a number"),
         (b'{"kind": "backlight run", "format": true}', "has format True, expected a number"),
         (
-            b'{"kind": "backlight run", "format": 5}',
-            r"format 5, this release reads format 4\. Upgrade",
+            b'{"kind": "backlight run", "format": 6}',
+            r"format 6, this release reads format 5\. Upgrade",
         ),
         (
-            b'{"kind": "backlight run", "format": 3}',
-            r"format 3, this release .* Open it with the release that",
+            b'{"kind": "backlight run", "format": 4}',
+            r"format 4, this release .* Open it with the release that",
         ),
-        (b'{"kind": "backlight run", "format": 4}', "is damaged: the key 'run_id' is missing"),
+        (b'{"kind": "backlight run", "format": 5}', "is damaged: the key 'run_id' is missing"),
         (
-            b'{"kind": "backlight run", "format": 4, "run_id": "x", "attempts": 3}',
+            b'{"kind": "backlight run", "format": 5, "run_id": "x", "attempts": 3}',
             "is damaged: attempts: expected a list, got 3",
         ),
         (
-            b'{"kind": "backlight run", "format": 4, "run_id": "x", "attempts": [{}]}',
+            b'{"kind": "backlight run", "format": 5, "run_id": "x", "attempts": [{}]}',
             "is damaged: attempts.0: the key 'index' is missing",
         ),
         (
-            b'{"kind": "backlight run", "format": 4, "run_id": "x",'
+            b'{"kind": "backlight run", "format": 5, "run_id": "x",'
             b' "attempts": [{"index": 1%s, "step_offset": 0}]}' % (b"0" * 300),
             "is damaged: attempt 1000",
         ),
         (
-            b'{"kind": "backlight run", "format": 4, "run_id": "x",'
+            b'{"kind": "backlight run", "format": 5, "run_id": "x",'
             b' "attempts": [{"index": 0, "step_offset": 1%s}]}' % (b"0" * 30),
             "is damaged: attempt 0 with step offset 1000",
         ),
         (
-            b'{"kind": "backlight run", "format": 4, "run_id": "x",'
+            b'{"kind": "backlight run", "format": 5, "run_id": "x",'
             b' "attempts": [{"index": 0, "step_offset": 0}, {"index": 0, "step_offset": 0}]}',
             "is damaged: two attempts have one number",
         ),
@@ -207,13 +209,16 @@ def test_flipped_bytes_never_give_wrong_numbers(run_path: Path, numbers: Callabl
     assert reported > 10
 
 
-def test_damaged_row_is_skipped_and_reported(run_path: Path) -> None:
-    damage = "UPDATE series_gradient SET floats = zeroblob(length(floats)) WHERE step = 7"
+def test_damaged_block_is_skipped_and_reported(run_path: Path) -> None:
+    damage = "UPDATE series_gradient SET floats = zeroblob(length(floats)) WHERE 7 BETWEEN lowest AND step"
     change(run_path, damage, "UPDATE event SET payload = '{'")
     run = open_run(run_path)
-    assert run.frame("gradient", "norm").steps.tolist() == [s for s in range(STEPS) if s != 7]
+    assert run.frame("gradient", "norm").steps.tolist() == list(range(BLOCK, STEPS))
     assert run.events() == ()
-    assert any("1 rows of series 'gradient' are damaged and left out" in loss for loss in run.losses)
+    assert any(
+        f"{BLOCK} of {STEPS} rows of table series_gradient are damaged and left out" in loss
+        for loss in run.losses
+    )
     assert any("a row of table event is damaged" in loss for loss in run.losses)
 
 
@@ -249,7 +254,7 @@ def test_rows_without_parameter_table_are_skipped_and_reported(
     assert any("a row of table parameter_table is damaged" in x and error in x for x in run.losses), (
         run.losses
     )
-    assert any(f"{STEPS} rows of series 'gradient' are damaged" in loss for loss in run.losses)
+    assert any(f"{STEPS} of {STEPS} rows of table series_gradient are damaged" in loss for loss in run.losses)
     assert len(run.scalar("loss").steps) == STEPS
 
 

@@ -319,7 +319,7 @@ def test_run_of_a_newer_format_is_rejected(tmp_path: Path, digest: Digest) -> No
     manifest = read_document(tmp_path / "run" / "manifest.json")
     write_document(tmp_path / "run" / "manifest.json", manifest | {"format": 99})
     before = digest(tmp_path)
-    with pytest.raises(RunFormatError, match=r"format 99, .* format 4\. Upgrade"):
+    with pytest.raises(RunFormatError, match=r"format 99, .* format 5\. Upgrade"):
         RunWriter.create(tmp_path / "run")
     assert digest(tmp_path) == before
 

@@ -82,7 +82,7 @@ def refuse_commit(self: object, statement: str) -> list[tuple[object, ...]]:
     return connection.execute(statement).fetchall()
 
 
-@pytest.mark.parametrize("column", ["id", "first", "count", "step", "floats", "ints"])
+@pytest.mark.parametrize("column", ["id", "first", "size", "step", "floats", "ints"])
 def test_a_changed_block_is_left_out_and_counted(tmp_path: Path, column: str) -> None:
     with RunWriter.create(tmp_path / "run") as writer:
         write(writer, 0, 1024)
@@ -91,7 +91,7 @@ def test_a_changed_block_is_left_out_and_counted(tmp_path: Path, column: str) ->
         connection.execute(f"UPDATE scalar SET {column} = {change} WHERE id = {BLOCK_VALUES}")
     run = open_run(tmp_path / "run")
     assert np.array_equal(run.scalar("loss").values, LOSS[342:1024])
-    assert any(f"{BLOCK_VALUES} of 3072 values of table scalar are damaged" in loss for loss in run.losses)
+    assert any(f"{BLOCK_VALUES} of 3072 rows of table scalar are damaged" in loss for loss in run.losses)
 
 
 @pytest.mark.slow

@@ -141,7 +141,7 @@ def test_a_damaged_block_leaves_the_others_as_they_are(
         raise database.RunFormatError("damaged")
 
     with monkeypatch.context() as patch:
-        patch.setattr(database.scalar_codec, "decode", refuse)
+        patch.setattr(database, "decode_scalars", refuse)
         writer = RunWriter.create(tmp_path / "run")
         write(writer, 0, STEPS)
         writer.close()

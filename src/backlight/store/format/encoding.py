@@ -1,13 +1,14 @@
 """Encoding of recorded numbers as bytes, and back: as small as possible without loss.
 
-A blob of a series starts with one letter per column and continues with the columns, little-endian:
+A block of S recorded steps is a blob that starts with one letter per column and continues with the columns in
+that order, little-endian:
 
 ======  =======================================================================
-``c``   one value of 8 bytes that holds for all P rows
+``c``   one value of 8 bytes that holds for all
 ``n``   nothing: the column equals the ``numel`` of the parameter table
-``f``   P float32 (only where every value of the column survives it exactly)
-``d``   P float64
-``b``   P int8; ``h`` int16; ``i`` int32; ``q`` int64
+``f``   S x P float32 (only where every value of the column survives it exactly)
+``d``   S x P float64
+``b``   S x P int8; ``h`` int16; ``i`` int32; ``q`` int64
 ======  =======================================================================
 
 A block of scalars holds N values in the order in which they were logged. Its integers are three columns of N
@@ -30,133 +31,102 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from backlight.store.errors import RunFormatError
+from backlight.store.format.schema import checksum
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
 
 _WIDTHS = {"f": 4, "d": 8, "b": 1, "h": 2, "i": 4, "q": 8}
 _LETTERS = {"f": "cfd", "i": "cnbhiq"}
 """Letters that a column of floats or of integers may have."""
 
 
-def encode_floats(values_SPK: Floats) -> list[bytes]:
-    """Return one blob per step."""
-    S, P, K = values_SPK.shape
-    letters, parts = [], []
-    columns_KSP = np.ascontiguousarray(values_SPK.transpose(2, 0, 1))
-    with np.errstate(over="ignore", invalid="ignore"):
-        narrow_KSP = columns_KSP.astype(np.float32)
-    for k in range(K):
-        column_SP, narrow_SP = columns_KSP[k], narrow_KSP[k]
+def encode_floats(values_SPK: Floats) -> bytes:
+    """Return the blob of a block of steps."""
+    letters, parts = b"", []
+    for column_SP in np.ascontiguousarray(values_SPK.transpose(2, 0, 1)):
         bits_SP = column_SP.view(np.int64)
-        if P == 0 or (bits_SP == bits_SP[0, 0]).all():
-            letters.append("c")
-            parts.append(_repeat(bits_SP[0, 0] if P else np.int64(0), S))
+        with np.errstate(over="ignore", invalid="ignore"):
+            narrow_SP = column_SP.astype("<f4")
+        if not bits_SP.size or (bits_SP == bits_SP[0, 0]).all():
+            letters += b"c"
+            parts.append(np.resize(bits_SP, 1).astype("<i8"))
         # Compared as bits, so that -0.0 and the payload of a NaN survive as well.
         elif (narrow_SP.astype(np.float64).view(np.int64) == bits_SP).all():
-            letters.append("f")
-            parts.append(_as_bytes(narrow_SP, "<f4"))
+            letters += b"f"
+            parts.append(narrow_SP)
         else:
-            letters.append("d")
-            parts.append(_as_bytes(column_SP, "<f8"))
-    return _join(letters, parts, S)
+            letters += b"d"
+            parts.append(column_SP.astype("<f8"))
+    return b"".join([letters, *(part.tobytes() for part in parts)])
 
 
-def encode_integers(values_SPK: Integers, numel_P: Integers | None = None) -> list[bytes]:
-    """Return one blob per step; ``numel_P`` is the column of the parameter table, where known."""
-    S, P, K = values_SPK.shape
-    letters, parts = [], []
-    columns_KSP = np.ascontiguousarray(values_SPK.transpose(2, 0, 1))
-    for k in range(K):
-        column_SP = columns_KSP[k]
-        low, high = (int(column_SP.min()), int(column_SP.max())) if P else (0, 0)
+def encode_integers(values_SPK: Integers, numel_P: Integers | None = None) -> bytes:
+    """Return the blob of a block of steps; ``numel_P`` is the column of the parameter table, where known."""
+    letters, parts = "", []
+    for column_SP in values_SPK.transpose(2, 0, 1):
+        low, high = (int(column_SP.min()), int(column_SP.max())) if column_SP.size else (0, 0)
         if low == high:
-            letters.append("c")
-            parts.append(_repeat(np.int64(low), S))
+            letters += "c"
+            parts.append(np.array([low], dtype="<i8"))
         elif numel_P is not None and (column_SP == numel_P).all():
-            letters.append("n")
+            letters += "n"
         else:
             bits = max((bound if bound >= 0 else ~bound).bit_length() for bound in (low, high))
-            letter = next(c for c in "bhiq" if bits < 8 * _WIDTHS[c])
-            letters.append(letter)
-            parts.append(_as_bytes(column_SP, f"<i{_WIDTHS[letter]}"))
-    return _join(letters, parts, S)
+            letters += next(c for c in "bhiq" if bits < 8 * _WIDTHS[c])
+            parts.append(column_SP.astype(f"<i{_WIDTHS[letters[-1]]}"))
+    return b"".join([letters.encode("ascii"), *(part.tobytes() for part in parts)])
 
 
 def decode_column(
-    blobs: Sequence[bytes], kind: str, P: int, K: int, wanted: int, numel_P: Integers | None = None
+    blobs: Iterable[tuple[int, bytes]],
+    kind: str,
+    P: int,
+    K: int,
+    wanted: int,
+    numel_P: Integers | None = None,
 ) -> npt.NDArray[Any]:
-    """Return the column ``wanted`` of ``K`` as ``[S, P]``: float64 for the kind ``f``, int64 for ``i``."""
+    """Return the column ``wanted`` of ``K`` as ``[S, P]``: float64 for the kind ``f``, int64 for ``i``.
+
+    ``blobs`` come with their numbers of steps.
+
+    Raises
+    ------
+    RunFormatError
+        If a blob is not one of so many steps.
+    """
     dtype = np.dtype(f"{kind}8")
     chunks = [np.zeros((0, P), dtype)]
-    for letter, part_SB in _parts(blobs, P, K, wanted, _LETTERS[kind]):
-        S = len(part_SB)
-        if letter == "n" and numel_P is None:
-            raise RunFormatError(
-                "a row of a series refers to the sizes of a parameter table that is not there"
-            )
+    for S, blob in blobs:
+        letter, start, size = _layout(blob[:K], len(blob), S * P, K, _LETTERS[kind])[wanted]
+        part = np.frombuffer(blob, np.uint8, size, start).view(f"<{kind}{_WIDTHS.get(letter, 8)}")
         if letter == "n":
-            part = np.broadcast_to(numel_P, (S, P))  # type: ignore[arg-type]  # not None
-        elif letter == "c":
-            part = np.broadcast_to(part_SB.view(f"<{kind}8"), (S, P))
-        else:
-            part = part_SB.view(f"<{kind}{_WIDTHS[letter]}").reshape(S, P)
-        chunks.append(part.astype(dtype))
+            if numel_P is None:
+                raise RunFormatError("a row refers to the sizes of a parameter table that is not there")
+            part = numel_P
+        chunks.append(np.broadcast_to(part if letter in "cn" else part.reshape(S, P), (S, P)).astype(dtype))
     return np.concatenate(chunks)
 
 
-def decode_row(blob: bytes, kind: str, P: int, K: int) -> list[npt.NDArray[Any]]:
-    """Return all columns of one blob without sizes of a parameter table, each ``[P]``."""
-    columns = []
-    for letter, start, size in _layout(blob[:K], len(blob), P, K, _LETTERS[kind].replace("n", "")):
-        part = np.frombuffer(blob, np.uint8, size, start).view(f"<{kind}{_WIDTHS.get(letter, 8)}")
-        columns.append(np.broadcast_to(part, P).astype(f"{kind}8"))
-    return columns
-
-
-def _parts(blobs: Sequence[bytes], P: int, K: int, wanted: int, allowed: str) -> Iterator[tuple[str, Bytes]]:
-    """Yield letter and bytes ``[S, B]`` of one column for each run of blobs of one layout."""
-    for (head, length), group in itertools.groupby(blobs, key=lambda blob: (blob[:K], len(blob))):
-        letter, start, size = _layout(head, length, P, K, allowed)[wanted]
-        rows_SL = np.frombuffer(b"".join(group), dtype=np.uint8).reshape(-1, length)
-        yield letter, np.ascontiguousarray(rows_SL[:, start : start + size])
-
-
-def _layout(head: bytes, length: int, P: int, K: int, allowed: str) -> list[tuple[str, int, int]]:
-    """Return letter, first byte and number of bytes of each column of a blob, by its first K bytes."""
+def _layout(head: bytes, length: int, N: int, K: int, allowed: str) -> list[tuple[str, int, int]]:
+    """Return letter, first byte and bytes of each column, of N values, of a blob by its first K bytes."""
     letters = head.decode("latin-1")
     if len(letters) != K or any(letter not in allowed for letter in letters):
         msg = f"a row of a series starts with {head!r}, expected {K} letters of {allowed!r}"
         raise RunFormatError(msg)
-    sizes = [{"c": 8, "n": 0}.get(letter, P * _WIDTHS.get(letter, 0)) for letter in letters]
+    sizes = [{"c": 8, "n": 0}.get(letter, N * _WIDTHS.get(letter, 0)) for letter in letters]
     if K + sum(sizes) != length:
-        msg = f"a row of a series has {length} bytes, expected {K + sum(sizes)} for {P} parameters"
-        raise RunFormatError(msg)
+        raise RunFormatError(
+            f"a row of a series has {length} bytes, expected {K + sum(sizes)} for {N} values"
+        )
     return list(zip(letters, itertools.accumulate(sizes, initial=K), sizes, strict=False))
-
-
-def _repeat(value: np.int64, S: int) -> Bytes:
-    return np.broadcast_to(np.array([value], dtype="<i8").view(np.uint8), (S, 8))
-
-
-def _as_bytes(column_SP: npt.NDArray[np.generic], dtype: str) -> Bytes:
-    narrowed = np.ascontiguousarray(column_SP.astype(dtype, casting="unsafe"))
-    return narrowed.view(np.uint8).reshape(len(narrowed), -1)
-
-
-def _join(letters: list[str], parts: list[Bytes], S: int) -> list[bytes]:
-    head = np.frombuffer("".join(letters).encode("ascii"), dtype=np.uint8)
-    whole_SL = np.concatenate([np.broadcast_to(head, (S, len(head))), *parts], axis=1)
-    length, data = whole_SL.shape[1], whole_SL.tobytes()
-    return [data[i * length : (i + 1) * length] for i in range(S)]
 
 
 BLOCK_VALUES = 1024
@@ -209,7 +179,7 @@ def encode_scalars(logged: LoggedValues) -> tuple[bytes, bytes]:
     in_order = np.empty_like(codes)
     in_order[order] = codes
     columns = np.stack([logged.names, np.diff(logged.steps, prepend=0), in_order], axis=-1)
-    (integers,) = encode_integers(columns[np.newaxis])
+    integers = encode_integers(columns[np.newaxis])
     floats = narrow[codes == _NARROW].astype("<f4").tobytes() + values[codes == _WIDE].astype("<f8").tobytes()
     return floats, zlib.compress(integers, _COMPRESSION_LEVEL)
 
@@ -228,7 +198,9 @@ def decode_scalars(count: int, floats: bytes, integers: bytes) -> LoggedValues:
         plain = zlib.decompressobj().decompress(integers, _COLUMNS * (1 + 8 * count))
     except zlib.error as error:
         raise RunFormatError(f"a block of scalars cannot be decompressed: {error}") from None
-    names, deltas, in_order = decode_row(plain, "i", count, _COLUMNS)
+    names, deltas, in_order = (
+        decode_column([(1, plain)], "i", count, _COLUMNS, k)[0] for k in range(_COLUMNS)
+    )
     order, _ = _by_name(names)
     codes = in_order[order]
     is_narrow, is_wide = codes == _NARROW, codes == _WIDE
@@ -333,3 +305,49 @@ def _rows(
     scalar: int, kind: int, steps: npt.NDArray[np.int64], values: npt.NDArray[Any]
 ) -> list[LoggedValues]:
     return [LoggedValues(np.full(len(steps), scalar + kind * BY_SOURCE), steps, values.astype(float))]
+
+
+Sizes = Mapping[int, npt.NDArray[np.int64]]
+"""Sizes of the parameters, by the id of their table."""
+
+
+Row = tuple[int, int, int, npt.NDArray[np.float64], npt.NDArray[np.int64]]
+"""Part, step, id of the parameter table, floats ``[P, F]``, integers ``[P, I]``."""
+
+
+MAX_BLOCK_VALUES = 2**17
+"""Numbers in a row of a series, unless one step has more: it is read as a whole."""
+
+
+def sealed(table: str, row: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a row with its checksum."""
+    return *row, checksum(table, row)
+
+
+def series_blocks(rows: Sequence[Row], sizes: Sizes, last: int) -> Iterator[tuple[Any, ...]]:
+    """Encode steps of a series: those of one part and parameter table share a row."""
+    groups: dict[tuple[int, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row[0], row[2]), []).append(row)
+    for (part, table), group in groups.items():
+        floats, integers = group[0][3:]
+        size = max(1, MAX_BLOCK_VALUES // max(1, floats.size + integers.size))
+        for i in range(0, len(group), size):
+            block = group[i : i + size]
+            steps_S = np.array([row[1] for row in block], dtype="<i8")
+            first, last = last + 1, last + len(block)
+            yield (
+                last, first, int(steps_S.min()), int(steps_S.max()), part, table, steps_S.tobytes(),
+                encode_floats(np.stack([row[3] for row in block])),
+                encode_integers(np.stack([row[4] for row in block]), sizes[table]),
+            )  # fmt: skip
+
+
+def scalar_block(first: int, logged: LoggedValues, last: int = 0) -> tuple[Any, ...]:
+    """Return the row of a block of scalars: ``first`` is the number of its first value.
+
+    ``last`` is that of the last one that it stands for, where fewer are left of them.
+    """
+    count = len(logged.steps)
+    row = last or first + count - 1, first, count, int(logged.steps.max()), *encode_scalars(logged)
+    return sealed("scalar", row)

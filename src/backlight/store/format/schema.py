@@ -1,8 +1,9 @@
 """The format of a run directory as tables: its version, the SQL, scalars, and kinds of events.
 
-A series row is one recorded step: a float64 blob ``[P, floats]`` and an int64 blob ``[P, ints]`` of the
-columns of :mod:`backlight.series`, with the id of the parameter table that names its P rows. Everything that
-reads or writes numbers goes by these tables; a change to them is a new ``FORMAT_VERSION``.
+A row of a series is a block of recorded steps: a float64 blob ``[S, P, floats]`` and an int64 blob ``[S, P,
+ints]`` of the columns of :mod:`backlight.series`, with the id of the parameter table that names its P rows.
+A row is written by one flush and has one checksum. Everything that reads or writes numbers goes by these
+tables; a change to them is a new ``FORMAT_VERSION``.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 from backlight.series import SERIES
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 """Format that this release writes and reads."""
 
 
@@ -77,40 +77,137 @@ COMPRESSIONS = ("gzip", "lzf", "none")
 
 DATABASE_KIND = "backlight rank database"
 
-_BLOBS = "crc INTEGER NOT NULL, floats BLOB NOT NULL, ints BLOB NOT NULL"
-_DECLARED = {
-    "meta": "key TEXT PRIMARY KEY, value TEXT NOT NULL",
-    "parameter_table": "id INTEGER PRIMARY KEY, json TEXT NOT NULL, crc INTEGER NOT NULL",
-    "scalar_name": "id INTEGER PRIMARY KEY, source TEXT NOT NULL, name TEXT NOT NULL, crc INTEGER NOT NULL",
-    "scalar": "id INTEGER PRIMARY KEY, first INTEGER NOT NULL, count INTEGER NOT NULL, step INTEGER NOT NULL,"
-    f" {_BLOBS}",
-    "event": "id INTEGER PRIMARY KEY, step INTEGER, time REAL NOT NULL, kind TEXT NOT NULL,"
-    " payload TEXT NOT NULL, crc INTEGER NOT NULL",
-    "finding": "id INTEGER PRIMARY KEY, time REAL NOT NULL, json TEXT NOT NULL, crc INTEGER NOT NULL",
-    **{
-        f"series_{name}": "id INTEGER PRIMARY KEY, part INTEGER NOT NULL, step INTEGER NOT NULL,"
-        f" parameters INTEGER NOT NULL, {_BLOBS}"
-        for name in SERIES
-    },
+
+class ParameterTableRow(NamedTuple):
+    """The rows of the parameter axis in model order."""
+
+    id: int
+    json: str
+    crc: int
+
+
+class ScalarNameRow(NamedTuple):
+    """A scalar, once."""
+
+    id: int
+    source: str
+    name: str
+    crc: int
+
+
+class ScalarRow(NamedTuple):
+    """A block of ``size`` values: ``first`` and ``id`` number its first and last, ``step`` is the highest."""
+
+    id: int
+    first: int
+    size: int
+    step: int
+    floats: bytes
+    ints: bytes
+    crc: int
+
+
+class SeriesRow(NamedTuple):
+    """A block of recorded steps of one part and parameter table, numbered as in :class:`ScalarRow`.
+
+    ``steps`` holds an int64 for each, from ``lowest`` to ``step``.
+    """
+
+    id: int
+    first: int
+    lowest: int
+    step: int
+    part: int
+    parameters: int
+    steps: bytes
+    floats: bytes
+    ints: bytes
+    crc: int
+
+
+class EventRow(NamedTuple):
+    """An event."""
+
+    id: int
+    step: int | None
+    time: float
+    kind: str
+    payload: str
+    crc: int
+
+
+class FindingRow(NamedTuple):
+    """A finding."""
+
+    id: int
+    time: float
+    json: str
+    crc: int
+
+
+ROWS: dict[str, type[Any]] = {
+    "parameter_table": ParameterTableRow,
+    "scalar_name": ScalarNameRow,
+    "scalar": ScalarRow,
+    "event": EventRow,
+    "finding": FindingRow,
+    **{f"series_{name}": SeriesRow for name in SERIES},
 }
+"""Rows of the tables to which a writer only adds; the highest id of each is how far a file goes."""
 
-TABLES: dict[str, str] = {name: f"CREATE TABLE {name} ({columns})" for name, columns in _DECLARED.items()}
-"""Every table of a database. A row of ``scalar`` is a block: ``first`` and ``id`` are the numbers of its
-first and last value, counted from 1 in the order of logging, and ``step`` is the highest of its steps."""
-
-_TYPES = {"INTEGER": int, "REAL": float, "TEXT": str, "BLOB": bytes}
-
-TYPES: dict[str, dict[str, Any]] = {
-    table: {
-        name: _TYPES[kind] if rest else (_TYPES[kind], NoneType)
-        for name, kind, *rest in (column.split() for column in columns.split(", "))
-    }
-    for table, columns in _DECLARED.items()
-}
+TYPES: dict[str, dict[str, Any]] = {table: get_type_hints(row) for table, row in ROWS.items()}
 """Types of the columns of each table, in order: SQLite itself enforces none."""
 
-COUNTED = tuple(name for name in TABLES if name != "meta")
-"""Tables to which rows are only added; the highest id of each is how far a file goes."""
+_SQL = {
+    int: "INTEGER NOT NULL",
+    int | None: "INTEGER",
+    float: "REAL NOT NULL",
+    str: "TEXT NOT NULL",
+    bytes: "BLOB NOT NULL",
+}
+
+TABLES: dict[str, str] = {
+    name: f"CREATE TABLE {name} ({columns})"
+    for name, columns in {
+        "meta": "key TEXT PRIMARY KEY, value TEXT NOT NULL",
+        **{
+            table: ", ".join(
+                f"{name} {'INTEGER PRIMARY KEY' if name == 'id' else _SQL[kind]}"
+                for name, kind in columns.items()
+            )
+            for table, columns in TYPES.items()
+        },
+    }.items()
+}
+"""Every table of a database."""
+
+_NO_STEP = -(2**63)
+
+_CODES = {int: "q", int | None: "q", float: "d"}
+
+_NUMBERS = {
+    table: struct.Struct(
+        "<" + "".join(_CODES.get(kind, "") for name, kind in columns.items() if name != "crc")
+    )
+    for table, columns in TYPES.items()
+}
+"""Layout of the leading columns of each table, which are numbers; the others are texts or blobs."""
+
+
+def checksum(table: str, values: Sequence[Any]) -> int:
+    """Return the CRC-32 over the columns of a row but the last one, which holds it."""
+    numbers, count = _NUMBERS[table], len(_NUMBERS[table].format) - 1
+    crc = zlib.crc32(numbers.pack(*(_NO_STEP if value is None else value for value in values[:count])))
+    for value in values[count:]:
+        data = value if isinstance(value, bytes) else value.encode("utf-8", "surrogatepass") + b"\0"
+        crc = zlib.crc32(data, crc)
+    return crc
+
+
+def is_sound(table: str, row: Sequence[Any]) -> bool:
+    """Return whether a row has the types of its table and the checksum that fits."""
+    has_types = all(map(isinstance, row, TYPES[table].values()))
+    return has_types and row[-1] == checksum(table, row[:-1])
 
 
 def unit_of_scalar(name: str, source: str = "backlight") -> str:
@@ -154,39 +251,3 @@ STOPPED = "stopped"
 
 WATCHDOG_RANK = -1
 """Rank of the watchdog's events and findings for a reader: they belong to no rank."""
-
-
-_SERIES_KEY = struct.Struct("<qqq")
-
-_CODES = {int: "q", (int, NoneType): "q", float: "d"}
-
-_NUMBERS = {
-    table: struct.Struct(
-        "<" + "".join(_CODES.get(kind, "") for name, kind in columns.items() if name != "crc")
-    )
-    for table, columns in TYPES.items()
-}
-"""Layout of the leading columns of each table, which are numbers; the others are text."""
-
-_NO_STEP = -(2**63)
-
-
-def series_checksum(part: int, step: int, table: int, floats: bytes, integers: bytes) -> int:
-    """Return the CRC-32 over a row of a series: part, step and table as three int64, then its blobs."""
-    return zlib.crc32(integers, zlib.crc32(floats, zlib.crc32(_SERIES_KEY.pack(part, step, table))))
-
-
-def block_checksum(row: int, first: int, count: int, step: int, floats: bytes, integers: bytes) -> int:
-    """Return the CRC-32 over a block of scalars: its leading columns as int64, then its blobs."""
-    return zlib.crc32(
-        integers, zlib.crc32(floats, zlib.crc32(_NUMBERS["scalar"].pack(row, first, count, step)))
-    )
-
-
-def row_checksum(table: str, values: Sequence[Any]) -> int:
-    """Return the CRC-32 over the columns of a row of another table, the id included and the checksum not."""
-    numbers, count = _NUMBERS[table], len(_NUMBERS[table].format) - 1
-    crc = zlib.crc32(numbers.pack(*(_NO_STEP if value is None else value for value in values[:count])))
-    for text in values[count:]:
-        crc = zlib.crc32(text.encode("utf-8", "surrogatepass") + b"\0", crc)
-    return crc

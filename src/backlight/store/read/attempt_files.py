@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -17,7 +16,7 @@ from backlight import codec
 from backlight.records import EVERYTHING, FROM_HERE_ON, OTHERS, UNMEASURED, Fingerprint, RunStatus
 from backlight.store.errors import RunFormatError
 from backlight.store.format.arrays import ArrayInfo, Stack, decoded, read_piece
-from backlight.store.format.manifest import AttemptEntry, Progress, read_document, read_manifest
+from backlight.store.format.manifest import AttemptEntry, Progress, read_document
 from backlight.store.format.names import (
     ARRAYS,
     EVIDENCE,
@@ -40,7 +39,6 @@ _MAX_NAMED_RANKS = 16
 _MAX_HELD_FILES = 16
 """Connections of more files are opened for each query: a run of a thousand ranks has as many files."""
 
-_POLL_INTERVAL_S = 0.05
 _ARRAY_TRIES = 3
 
 
@@ -280,31 +278,6 @@ def _is_merged(path: Path) -> bool:
     return False
 
 
-def wait_for_ranks(path: str | Path, timeout_s: float) -> bool:
-    """Wait until the ranks above 0 of the newest attempt have ended; return whether all have."""
-    deadline = time.monotonic() + timeout_s
-    while not _have_ended(Path(path)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_POLL_INTERVAL_S)
-    return True
-
-
-def _have_ended(path: Path) -> bool:
-    try:
-        attempt = read_manifest(path).attempts[-1]
-        for rank in range(1, attempt.world_size):
-            document = path / attempt_folder(attempt.index) / document_name(rank)
-            if not document.exists():
-                continue
-            progress = read_document(document).get("progress") or {}
-            if codec.convert(progress, Progress).status_now() is RunStatus.RUNNING:
-                return False
-    except (OSError, ValueError, IndexError, RunFormatError):
-        return False
-    return True
-
-
 def array_infos(
     opened: Sequence[AttemptFiles], losses: dict[str, None], name: str | None = None
 ) -> list[ArrayInfo]:
@@ -450,3 +423,49 @@ def _of_events(payloads: Payloads, *, is_whole: bool = False) -> Iterator[str]:
     for step, payload in payloads(DISK_LIMIT):
         if not payload.get("stride", 1):
             yield "recording stopped at the disk limit" + ("" if step is None else f", at step {step:,}")
+
+
+@dataclass(frozen=True, slots=True)
+class RankState:
+    """One rank of an attempt, with the last global step that it took, recorded or not."""
+
+    rank: int
+    host: str
+    status: RunStatus
+    last_step: int
+    ended: float | None
+
+
+def states(opened: AttemptFiles) -> tuple[RankState, ...]:
+    """Return how far each rank of an attempt came; a rank that left nothing is missing."""
+    files = by_rank(opened.files)
+    out = []
+    for rank in sorted({*opened.progress, *files}):
+        last = max((file.last_step for file in files.get(rank, ())), default=-1)
+        progress = opened.progress.get(rank)
+        if progress is None:
+            out.append(RankState(rank, "", RunStatus.UNKNOWN, last, None))
+            continue
+        last = max(last, _stated_step(opened, progress))
+        out.append(RankState(rank, progress.process.host, progress.status_now(), last, progress.ended))
+    return tuple(out)
+
+
+def last_step(opened: AttemptFiles) -> int:
+    """Return the last global step that any rank of an attempt took, recorded or not; -1 for none."""
+    recorded = [file.last_step for file in opened.files]
+    stated = [_stated_step(opened, progress) for progress in opened.progress.values()]
+    return max([*recorded, *stated], default=-1)
+
+
+def _stated_step(opened: AttemptFiles, progress: Progress) -> int:
+    """Return the last global step that a rank stated itself: with sampling, not the last recorded one."""
+    return opened.entry.step_offset + progress.step if progress.step >= 0 else -1
+
+
+def by_rank(files: Sequence[RankFile]) -> dict[int, list[RankFile]]:
+    """Return the files of an attempt by rank: on some file systems a rank leaves several."""
+    out: dict[int, list[RankFile]] = {}
+    for file in files:
+        out.setdefault(file.rank, []).append(file)
+    return dict(sorted(out.items()))

@@ -31,7 +31,7 @@ from backlight import codec, untrusted_files
 from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import check_format, read_document
-from backlight.store.format.schema import COUNTED, FORMAT_VERSION
+from backlight.store.format.schema import FORMAT_VERSION, ROWS
 from backlight.store.read.rank_file import (
     NOTHING,
     Array,
@@ -322,7 +322,7 @@ class ColumnarRank(RankFile):
         self.losses = {}
         self.dataset = dataset
         self._index = rank
-        self.last = {name: rank.rows.get(name, 0) for name in COUNTED}
+        self.last = {name: rank.rows.get(name, 0) for name in ROWS}
         self.last_step = rank.last_step
         names, scalars = dataset.index.names, dataset.index.scalars[rank.scalars]
         self.table_names = {table: names[i] for table, i in rank.tables}
@@ -333,8 +333,8 @@ class ColumnarRank(RankFile):
         """Parameter tables by id, in the order of their first use."""
         return self.dataset.tables(self.rank)
 
-    def steps(self, series: str, part: int | None = None) -> Steps:
-        """Return the global steps of a series, sorted, each once."""
+    def steps(self, series: str, part: int | None = None, after: int = 0) -> Steps:
+        """Return the global steps of a series, sorted, each once; none is behind another reading."""
         return self.dataset.steps(series, self._index, part)
 
     def block(
@@ -348,13 +348,6 @@ class ColumnarRank(RankFile):
     ) -> Block:
         """Return stored columns of one part over the parameters ``names``."""
         return self.dataset.block(series, self._index, columns, names, part, window)
-
-    def count(self, series: str, window: Window | None, after: int) -> int:
-        """Return how many steps of a series, in any part, are within a window."""
-        if window is None:
-            return self.last[f"series_{series}"] - after
-        steps = self.steps(series)
-        return int(np.count_nonzero((steps >= window[0]) & (steps < window[1])))
 
     def parts(self, series: str) -> list[int]:
         """Return the parts of which rows of a series were recorded, sorted."""
@@ -377,11 +370,6 @@ class ColumnarRank(RankFile):
         """Return the value of a scalar at the last step that has one; None without any."""
         values = self.scalar(source, name)[1]
         return float(values[-1]) if len(values) else None
-
-    def last_event(self, kind: str) -> dict[str, Any] | None:
-        """Return the payload of the last event of a kind, None without one."""
-        found = self.events(kind)
-        return found[-1][3] if found else None
 
     @functools.cached_property
     def event_rows(self) -> Rows:

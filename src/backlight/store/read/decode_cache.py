@@ -122,7 +122,7 @@ def _grown(known: Frame, mark: Mark, files: Sequence[RankFile], series: str, rea
     news = [
         step
         for file, (row, scalar) in zip(files, mark, strict=True)
-        for step in (file.first_after(series, row), _position_after(file, scalar))
+        for step in (*file.steps(series, after=row)[:1].tolist(), _position_after(file, scalar))
         if step is not None
     ]
     if not news:

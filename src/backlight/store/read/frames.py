@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,10 +15,9 @@ from types import MappingProxyType
 import numpy as np
 import numpy.typing as npt
 
-from backlight.records import Layout, ParameterRecord, Placement, RunStatus
+from backlight.records import Layout, ParameterRecord, Placement
 from backlight.series import SERIES, Join, SeriesSchema
-from backlight.store.format.manifest import Progress
-from backlight.store.read.attempt_files import AttemptFiles
+from backlight.store.read.attempt_files import by_rank
 from backlight.store.read.columnar import ColumnarDataset, ColumnarRank
 from backlight.store.read.rank_file import Array, Block, Logged, Mask, RankFile, Steps, Window, latest
 
@@ -136,10 +136,15 @@ class Holders:
         self._by_kind: dict[bool, Shards] = {}
 
     def shards(self, series: str) -> Shards:
-        """Return the indices of parameters by the ranks that hold their shards."""
+        """Return the indices of parameters by the ranks that hold their shards: most are sharded equally."""
         kind = series in OF_GRADIENTS
         if kind not in self._by_kind:
-            self._by_kind[kind] = _by_shards(self.records, series, self.names)
+            found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+            for p, name in enumerate(self.names):
+                holders = [(r, known[name]) for r, known in enumerate(self.records) if name in known]
+                if shards := _shards(holders, series):
+                    found.setdefault(tuple(map(tuple, shards)), []).append(p)
+            self._by_kind[kind] = {shards: np.array(at, dtype=np.int64) for shards, at in found.items()}
         return self._by_kind[kind]
 
 
@@ -256,16 +261,6 @@ def _shards(holders: Sequence[tuple[int, ParameterRecord]], series: str) -> list
     return list(groups.values()) if held == math.prod(sharded[0][1].global_shape) else []
 
 
-def _by_shards(records: Sequence[Mapping[str, ParameterRecord]], series: str, names: Sequence[str]) -> Shards:
-    """Return the indices of parameters by the ranks that hold their shards: most are sharded equally."""
-    found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for p, name in enumerate(names):
-        holders = [(r, known[name]) for r, known in enumerate(records) if name in known]
-        if shards := _shards(holders, series):
-            found.setdefault(tuple(map(tuple, shards)), []).append(p)
-    return {shards: np.array(at, dtype=np.int64) for shards, at in found.items()}
-
-
 def _agreed(
     blocks: Sequence[Block], positions_RS: Array, at_G: npt.NDArray[np.int64], by: str | None
 ) -> tuple[Mask, dict[str, Array], Array]:
@@ -366,52 +361,6 @@ class Spread:
         return int(self.steps[rows[0]]), tuple(self.ranks[r] for r in np.flatnonzero(bad[rows[0]]))
 
 
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """One rank of an attempt, with the last global step that it took, recorded or not."""
-
-    rank: int
-    host: str
-    status: RunStatus
-    last_step: int
-    ended: float | None
-
-
-def states(opened: AttemptFiles) -> tuple[RankState, ...]:
-    """Return how far each rank of an attempt came; a rank that left nothing is missing."""
-    files = by_rank(opened.files)
-    out = []
-    for rank in sorted({*opened.progress, *files}):
-        last = max((file.last_step for file in files.get(rank, ())), default=-1)
-        progress = opened.progress.get(rank)
-        if progress is None:
-            out.append(RankState(rank, "", RunStatus.UNKNOWN, last, None))
-            continue
-        last = max(last, _stated_step(opened, progress))
-        out.append(RankState(rank, progress.process.host, progress.status_now(), last, progress.ended))
-    return tuple(out)
-
-
-def last_step(opened: AttemptFiles) -> int:
-    """Return the last global step that any rank of an attempt took, recorded or not; -1 for none."""
-    recorded = [file.last_step for file in opened.files]
-    stated = [_stated_step(opened, progress) for progress in opened.progress.values()]
-    return max([*recorded, *stated], default=-1)
-
-
-def _stated_step(opened: AttemptFiles, progress: Progress) -> int:
-    """Return the last global step that a rank stated itself: with sampling, not the last recorded one."""
-    return opened.entry.step_offset + progress.step if progress.step >= 0 else -1
-
-
-def by_rank(files: Sequence[RankFile]) -> dict[int, list[RankFile]]:
-    """Return the files of an attempt by rank: on some file systems a rank leaves several."""
-    out: dict[int, list[RankFile]] = {}
-    for file in files:
-        out.setdefault(file.rank, []).append(file)
-    return dict(sorted(out.items()))
-
-
 def block(
     files: Sequence[RankFile],
     series: str,
@@ -445,8 +394,8 @@ def block(
         ]
         if holders is None:
             return join_attempts(blocks)
-        positions = [_positions(mine) for mine in ranks.values()] if len(ranks) > 1 else []
-        out.append(join_ranks(blocks, holders(), series, positions))
+        positions = [ChainMap(*(f.positions for f in reversed(mine))) for mine in ranks.values()]
+        out.append(join_ranks(blocks, holders(), series, positions if len(ranks) > 1 else []))
     return join_attempts(out)
 
 
@@ -455,7 +404,7 @@ def _dataset_of(files: Sequence[RankFile]) -> ColumnarDataset | None:
     dataset = files[0].dataset if isinstance(files[0], ColumnarRank) else None
     if dataset is None or len(files) != len(dataset.index.ranks):
         return None
-    return dataset if all(isinstance(f, ColumnarRank) and f.dataset is dataset for f in files) else None
+    return dataset if all(getattr(file, "dataset", None) is dataset for file in files) else None
 
 
 def holders_of(files: Sequence[RankFile], names: Sequence[str]) -> Holders:
@@ -471,14 +420,14 @@ def _windows(
     after: Mapping[RankFile, int],
 ) -> list[Window | None]:
     """Return windows of steps in which the rows of all ranks fit into :data:`WINDOW_BYTES`."""
-    rows = sum(f.count(series, within, after.get(f, 0)) for mine in ranks.values() for f in mine)
-    count = -(-rows * row_bytes // WINDOW_BYTES)
-    if count <= 1:
+    rows = sum(f.last[f"series_{series}"] - after.get(f, 0) for mine in ranks.values() for f in mine)
+    if rows * row_bytes <= WINDOW_BYTES:
         return [within]
     first, end = within or (-(2**62), 2**62)
     steps = np.unique(np.concatenate([file.steps(series) for file in next(iter(ranks.values()))]))
-    steps = steps[(steps >= first) & (steps < end)]
-    cuts = sorted({int(part[0]) for part in np.array_split(steps, count) if len(part)})
+    inside = steps[(steps >= first) & (steps < end)]
+    count = -(-rows * row_bytes * len(inside) // (WINDOW_BYTES * max(1, len(steps))))
+    cuts = sorted({int(part[0]) for part in np.array_split(inside, max(1, count)) if len(part)})
     return list(itertools.pairwise([first, *cuts[1:], end]))
 
 
@@ -548,7 +497,3 @@ def spread(attempts: Sequence[Mapping[int, Logged]], unit: str) -> Spread:
 
 def _records(files: Sequence[RankFile]) -> dict[str, ParameterRecord]:
     return {p.name: p for file in files for table in file.tables.values() for p in table}
-
-
-def _positions(files: Sequence[RankFile]) -> dict[int, float]:
-    return {step: value for file in files for step, value in file.positions.items()}

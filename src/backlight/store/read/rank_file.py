@@ -1,4 +1,4 @@
-"""One database of a run: its tables and rows, checked row by row.
+"""One database of a run: its tables and rows, compared with their checksums.
 
 Damaged rows are left out and reported in ``losses``; all readable rows are returned.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,17 +20,17 @@ from backlight.records import Finding, ParameterRecord
 from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
 from backlight.store.format import encoding
-from backlight.store.format.encoding import BLOCK_VALUES, LoggedValues, decode_column
+from backlight.store.format.encoding import BLOCK_VALUES, LoggedValues, decode_column, decode_scalars
 from backlight.store.format.manifest import AttemptEntry
 from backlight.store.format.schema import (
-    COUNTED,
+    ROWS,
     THINNED,
     TYPES,
+    ScalarRow,
+    SeriesRow,
     is_of_every_step,
-    row_checksum,
-    series_checksum,
+    is_sound,
 )
-from backlight.store.read import scalar_blocks
 from backlight.store.read.snapshot import Rows, Snapshot
 from backlight.text import visible
 
@@ -48,9 +47,6 @@ Logged = tuple[Steps, npt.NDArray[np.float64]]
 
 Window = tuple[int, int]
 """The first global step, and the one behind the last."""
-
-_SERIES_COLUMNS = "step, parameters, crc, floats, ints, part"
-_SERIES_TYPES = (int, int, int, bytes, bytes, int)
 
 NOTHING: Logged = np.zeros(0, np.int64), np.zeros(0)
 
@@ -113,41 +109,30 @@ class RankFile:
         self.scalar_source: Callable[[RankFile], dict[int, Logged]] = RankFile.scalars
         self._snapshot = snapshot
         self._counted: set[str] = set()
-        self._kept_rows: dict[tuple[str, int], Rows] = {}
-        self._ids_and_steps: dict[tuple[str, int], tuple[Steps, Steps]] = {}
+        self._kept_rows: dict[tuple[str, int], list[SeriesRow]] = {}
         self.last = self._last_rows()
 
     @functools.cached_property
     def tables(self) -> dict[int, Table]:
         """Parameter tables by id, in the order of their first use."""
-        tables = {}
-        for table, text in self._checked("parameter_table"):
-            # Ranks that hold the same tensors have the same text: it is parsed once.
-            parsed = self._parsed("parameter_table", text, table_of)
-            if parsed is not None:
-                tables[int(table)] = parsed
-        return tables
+        # Ranks that hold the same tensors have the same text: it is parsed once.
+        rows = self._rows("parameter_table")
+        parsed = {row.id: self._parsed("parameter_table", row.json, table_of) for row in rows}
+        return {i: table for i, table in parsed.items() if table is not None}
 
     @functools.cached_property
     def table_names(self) -> dict[int, tuple[str, ...]]:
         """Names of the parameters of each table."""
         return {i: tuple(p.name for p in table) for i, table in self.tables.items()}
 
-    def steps(self, series: str, part: int | None = None) -> Steps:
-        """Return the global steps of a series, sorted, each once.
-
-        Checksums cover the numbers of a row, too: where rows are not kept, they are compared with the values.
-        """
-        if self.keeps_rows:
-            steps = [row[0] for row in self._checked_rows(series, None, 0) if part in {None, row[5]}]
-        else:
-            where = "" if part is None else f" AND part = {int(part)}"
-            steps = [step for (step,) in self._rows("step", f"series_{series}", (int,), where)]
-        return np.unique(np.array(steps, dtype=np.int64)) + self.step_offset
+    def steps(self, series: str, part: int | None = None, after: int = 0) -> Steps:
+        """Return the global steps of a series, sorted, each once, of its recorded steps behind ``after``."""
+        found = [steps for of, steps in self._parts_and_steps(series, after) if part in {None, of}]
+        return np.unique(np.concatenate([NOTHING[0], *found])) + self.step_offset
 
     def parts(self, series: str) -> list[int]:
         """Return the parts of which rows of a series were recorded, sorted."""
-        return sorted({part for (part,) in self._rows("part", f"series_{series}", (int,))})
+        return sorted({part for part, _ in self._parts_and_steps(series)})
 
     def block(
         self,
@@ -158,91 +143,86 @@ class RankFile:
         window: Window | None = None,
         after: int = 0,
     ) -> Block:
-        """Return stored columns of one part over the parameters ``names``, of rows above ``after``."""
+        """Return stored columns of one part over ``names``, of the recorded steps behind ``after``."""
         schema = SERIES[series]
-        rows = [row for row in self._checked_rows(series, window, after) if row[5] == part]
-        if any(a[0] >= b[0] for a, b in itertools.pairwise(rows)):
-            # Of a step that was written twice the last row counts.
-            rows = sorted({row[0]: row for row in rows}.values())
-        steps_S, tables_S = (np.array([row[i] for row in rows], dtype=np.int64) for i in (0, 1))
-        S, P = len(rows), len(names)
+        rows = [row for row in self._series_rows(series, window, after) if row.part == part]
+        steps_S = np.concatenate([NOTHING[0], *(_steps_of(row.steps) for row in rows)]) + self.step_offset
+        tables_S = np.repeat([row.parameters for row in rows], [len(row.steps) // 8 for row in rows])
+        S, P = len(steps_S), len(names)
         index = {name: i for i, name in enumerate(names)}
         out: dict[str, Array] = {
             name: np.zeros((S, P), np.int64 if name in schema.integers else np.float64)
             for name in (*columns, "measured")
         }
-        for table in dict.fromkeys(tables_S.tolist()):
+        for table in dict.fromkeys(row.parameters for row in rows):
             rows_S = np.flatnonzero(tables_S == table)
             at_P = np.array([index[p.name] for p in self.tables[table]], dtype=np.int64)
             numel_P = np.array([p.numel for p in self.tables[table]], dtype=np.int64)
             whole = len(rows_S) == S and np.array_equal(at_P, np.arange(P))
+            mine = [row for row in rows if row.parameters == table]
             for name, target in out.items():
                 kind, stored = ("i", schema.integers) if name in schema.integers else ("f", schema.floats)
-                blobs = [rows[i][4 if kind == "i" else 3] for i in rows_S]
+                blobs = ((len(row.steps) // 8, row.ints if kind == "i" else row.floats) for row in mine)
                 at = stored.index(name)
                 values = decode_column(blobs, kind, len(at_P), len(stored), at, numel_P)
                 if whole:
                     out[name] = values
                 else:
                     target[np.ix_(rows_S, at_P)] = values
+        # Of a step that was written twice the last row counts.
+        steps, at_S = np.unique(steps_S[::-1], return_index=True)
+        at_S = S - 1 - at_S
+        if window is not None:
+            at_S = at_S[(steps >= window[0]) & (steps < window[1])]
+        if not np.array_equal(at_S, np.arange(S)):
+            steps_S, out = steps_S[at_S], {name: values[at_S] for name, values in out.items()}
         measured = out["measured"] != 0
         if not measured.all():
             for name in columns:
                 out[name][~measured] = 0 if name in schema.integers else np.nan
-        return Block(steps_S + self.step_offset, {name: out[name] for name in columns}, measured)
+        return Block(steps_S, {name: out[name] for name in columns}, measured)
 
-    def _checked_rows(self, series: str, window: Window | None, after: int) -> Rows:
-        """Return step, table, checksum, floats, integers and part of the rows whose checksum is right.
+    def _series_rows(self, series: str, window: Window | None = None, after: int = 0) -> list[SeriesRow]:
+        """Return the sound rows of a series with steps in a window.
 
         Callers ask for one column at a time, and every row holds all columns: with ``keeps_rows`` they stay.
         """
         if window is None and (series, after) in self._kept_rows:
             return self._kept_rows[series, after]
-        condition, first, end = "", 0, 0
+        where = ""
         if window is not None:
-            first, end = window[0] - self.step_offset, window[1] - self.step_offset
-            ids, steps = self._ids(series, after)
-            inside = ids[(steps >= first) & (steps < end)]
-            if not len(inside):
-                return []
-            condition = f" AND id BETWEEN {inside.min()} AND {inside.max()}"
-        # All parts are read, so that a row whose part is damaged is missed and not passed over.
-        rows = self._rows(_SERIES_COLUMNS, f"series_{series}", _SERIES_TYPES, condition, after)
-        if window is not None:
-            rows = [row for row in rows if first <= row[0] < end]
-        checked = [row for row in rows if row[1] in self.tables and _is_series_row(row)]
-        if len(checked) != len(rows):
-            self._lose(f"{len(rows) - len(checked)} rows of series {series!r} are damaged and left out")
+            first, end = (int(step) - self.step_offset for step in window)
+            where = f" AND step >= {first} AND lowest < {end}"
+        rows = self._rows(
+            f"series_{series}", after, where,
+            lambda row: row.parameters in self.tables and len(row.steps) == 8 * (row.id - row.first + 1),
+        )  # fmt: skip
         if self.keeps_rows and window is None:
-            self._kept_rows[series, after] = checked
-        return checked
+            self._kept_rows[series, after] = rows
+        return rows
 
-    def count(self, series: str, window: Window | None, after: int) -> int:
-        """Return how many rows of a series, in any part, are within a window and have ids above ``after``."""
-        if window is None:
-            return self.last[f"series_{series}"] - after
-        steps = self._ids(series, after)[1] + self.step_offset
-        return int(np.count_nonzero((steps >= window[0]) & (steps < window[1])))
+    def _parts_and_steps(self, series: str, after: int = 0) -> list[tuple[int, Steps]]:
+        """Return part and local steps of each row of a series.
 
-    def first_after(self, series: str, row: int) -> int | None:
-        """Return the lowest global step of the rows of a series after ``row``, None where there are none."""
-        steps = [step for (step,) in self._rows("step", f"series_{series}", (int,), after=row)]
-        return min(steps) + self.step_offset if steps else None
-
-    def _ids(self, series: str, after: int) -> tuple[Steps, Steps]:
-        """Return id and local step of the rows of a series."""
-        if (series, after) not in self._ids_and_steps:
-            rows = self._rows("id, step", f"series_{series}", (int, int), after=after)
-            both = np.array(rows, dtype=np.int64).reshape(-1, 2)
-            self._ids_and_steps[series, after] = both[:, 0], both[:, 1]
-        return self._ids_and_steps[series, after]
+        Where rows are not kept, they are read without numbers, and compared with the checksum later.
+        """
+        if self.keeps_rows:
+            return [(row.part, _steps_of(row.steps)) for row in self._series_rows(series, None, after)]
+        table = f"series_{series}"
+        rows = self._snapshot.salvage(
+            f"SELECT id, part, steps FROM {table} WHERE {self._within(table, after)}"
+        )
+        return [
+            (part, _steps_of(steps)) for _, part, steps in rows
+            if isinstance(part, int) and isinstance(steps, bytes) and not len(steps) % 8
+        ]  # fmt: skip
 
     @functools.cached_property
     def scalar_names(self) -> tuple[tuple[int, str, str], ...]:
         """Id, source and name of each scalar, in the order of their first use."""
-        logged = [(i, source, name) for i, source, name in self._checked("scalar_name")]
+        logged = [(row.id, row.source, row.name) for row in self._rows("scalar_name")]
         named = list(logged)
-        # Fewer values are never thinned; no other event is looked for as long.
+        # Fewer values are never thinned.
         if self.last["scalar"] > encoding.WHOLE_STEPS and self.last_event(THINNED) is not None:
             for kind, belongs in enumerate(encoding.SOURCES, 1):
                 named += [
@@ -254,14 +234,17 @@ class RankFile:
 
     def is_thinned_after(self, row: int) -> bool:
         """Return whether values behind the first ``row`` are thinned by now."""
-        return scalar_blocks.is_thinned(self._snapshot, row)
+        select = f"SELECT 1 FROM scalar WHERE id > {row} AND size < id - first + 1 LIMIT 1"
+        with contextlib.suppress(RunFormatError):
+            return bool(self._snapshot.rows(select))
+        return False
 
     def scalar_ids(self, source: str, name: str) -> list[int]:
         """Return the ids of a scalar: one, or none."""
         return [i for i, of, called in self.scalar_names if (of, called) == (source, name)]
 
     def scalars(self, name: int | None = None, after: int = 0) -> dict[int, Logged]:
-        """Return the scalars by id, of all names or of one, from the rows after ``after``."""
+        """Return the scalars by id, of all names or of one, from the values behind the first ``after``."""
         logged = self._logged(after)
         order = np.argsort(logged.names, kind="stable")
         if name is not None:
@@ -272,14 +255,21 @@ class RankFile:
         return {int(ids[0]): (steps + self.step_offset, values) for ids, steps, values in parts if len(ids)}
 
     def _logged(self, after: int = 0) -> LoggedValues:
-        """Return the sound values of all scalars after the first ``after``, in the order of logging."""
-        last = self.last["scalar"]
-        if last <= after:
-            return LoggedValues.of([])
-        logged, missing = scalar_blocks.read(self._snapshot, last, after)
-        if missing:
-            self._lose(f"{missing} of {last} values of table scalar are damaged and left out")
-        return logged
+        """Return the sound values of all scalars behind the first ``after``, in the order of logging."""
+        parts: list[LoggedValues] = []
+
+        def is_readable(row: ScalarRow) -> bool:
+            if row.size > row.id - row.first + 1:  # fewer, where old steps were thinned
+                return False
+            first, end = max(row.first, after + 1), min(row.id, self.last["scalar"]) + 1
+            with contextlib.suppress(RunFormatError):
+                block = decode_scalars(row.size, row.floats, row.ints)
+                parts.append(block.between(first - row.first, end - row.first))
+                return True
+            return False
+
+        self._rows("scalar", after, usable=is_readable)
+        return LoggedValues.join(parts)
 
     def scalar(self, source: str, name: str) -> Logged:
         """Return one scalar; of a step that was logged twice the last value counts."""
@@ -290,17 +280,10 @@ class RankFile:
 
     def last_scalar(self, source: str, name: str) -> float | None:
         """Return the value of a scalar that was logged last, without reading the others; None without one."""
-        for identifier in self.scalar_ids(source, name):
-            at = np.flatnonzero(self._last_block.names == identifier)
-            if len(at):
-                return float(self._last_block.values[at[-1]])
-            if logged := self._last_scalars.get(identifier) or self.scalars(identifier).get(identifier):
+        for i in self.scalar_ids(source, name):
+            if logged := self._last_scalars.get(i) or self.scalars(i).get(i):
                 return float(logged[1][-1])
         return None
-
-    @functools.cached_property
-    def _last_block(self) -> LoggedValues:
-        return scalar_blocks.read_last(self._snapshot, self.last["scalar"])
 
     @functools.cached_property
     def _last_scalars(self) -> dict[int, Logged]:
@@ -319,7 +302,7 @@ class RankFile:
     @functools.cached_property
     def event_rows(self) -> Rows:
         """Local step, time, kind and JSON of the events."""
-        return [row[1:] for row in self._checked("event")]
+        return [row[1:-1] for row in self._rows("event")]
 
     def events(self, kind: str | None = None) -> list[tuple[int | None, float, str, dict[str, Any]]]:
         """Return global step, time, kind and payload of the events, in the order of writing."""
@@ -331,14 +314,9 @@ class RankFile:
         return out
 
     def last_event(self, kind: str) -> dict[str, Any] | None:
-        """Return the payload of the last event of a kind, without reading the others; None without one."""
-        select = "SELECT * FROM event WHERE kind = ? AND id <= ? ORDER BY id DESC LIMIT 1"
-        types = TYPES["event"].values()
-        with contextlib.suppress(RunFormatError):
-            for row in self._snapshot.rows(select, (kind, self.last["event"])):
-                if all(map(isinstance, row, types)) and row[-1] == row_checksum("event", row[:-1]):
-                    return self._parsed("event", row[4], _mapping)
-        return None
+        """Return the payload of the last event of a kind, None without one."""
+        found = self.events(kind)
+        return found[-1][3] if found else None
 
     def findings(self) -> list[Finding]:
         """Return the stored findings, in the order of writing."""
@@ -348,39 +326,31 @@ class RankFile:
     @functools.cached_property
     def finding_rows(self) -> Rows:
         """JSON of the findings."""
-        return [row[2:] for row in self._checked("finding")]
+        return [(row.json,) for row in self._rows("finding")]
 
     @functools.cached_property
     def last_step(self) -> int:
         """Highest global step of any series or scalar, -1 where there is none."""
-        found = [self._last_step_of(table) for table in ("scalar", *(f"series_{name}" for name in SERIES))]
-        return max(found) + self.step_offset if max(found) >= 0 else -1
+        highest = max(
+            self._last_step_of(table) for table in ("scalar", *(f"series_{name}" for name in SERIES))
+        )
+        return highest + self.step_offset if highest >= 0 else -1
 
     def _last_step_of(self, table: str) -> int:
         """Return the highest local step of a table, -1 where it has none."""
         if not self.last[table]:
             return -1
-        highest = scalar_blocks.highest(self._snapshot, table, "step")
-        if highest >= 0 and self._is_sound(table, highest):
-            return highest
-        if table == "scalar":
-            return int(self._logged().steps.max(initial=-1))
-        steps = [row[0] for row in self._checked_rows(table.removeprefix("series_"), None, 0)]
-        return max(steps, default=-1)
-
-    def _is_sound(self, table: str, step: int) -> bool:
-        """Return whether a row of a step has the right checksum, without reading the others."""
-        if table == "scalar":
-            return scalar_blocks.has_sound(self._snapshot, step)
-        try:
-            rows = self._snapshot.rows(f"SELECT {_SERIES_COLUMNS} FROM {table} WHERE step = {step} LIMIT 1")
-        except RunFormatError:
-            return False
-        return all(map(_is_series_row, rows))
+        with contextlib.suppress(RunFormatError):
+            # All other rows are read only where this one is damaged.
+            select = f"SELECT * FROM {table} WHERE step = (SELECT max(step) FROM {table}) LIMIT 1"
+            for row in self._snapshot.rows(select):
+                if is_sound(table, row):
+                    return int(ROWS[table](*row).step)
+        return max((row.step for row in self._rows(table)), default=-1)
 
     def _last_rows(self) -> dict[str, int]:
         """Return how far each table goes, all at one moment between two flushes of a living writer."""
-        selects = {name: f"SELECT '{name}', max(id) FROM {name}" for name in COUNTED}
+        selects = {name: f"SELECT '{name}', max(id) FROM {name}" for name in ROWS}
         try:
             found: dict[str, Any] = dict(self._snapshot.rows(" UNION ALL ".join(selects.values())))
         except RunFormatError:
@@ -390,48 +360,45 @@ class RankFile:
                     found |= dict(self._snapshot.rows(select))
                 except RunFormatError as error:
                     self._lose(f"table {name} is not readable: {error}")
-        return {n: last if isinstance(last := found.get(n), int) and last > 0 else 0 for n in COUNTED}
+        return {n: last if isinstance(last := found.get(n), int) and last > 0 else 0 for n in ROWS}
+
+    def _within(self, table: str, after: int) -> str:
+        # A living writer adds to the last block of scalars, whose id grows with it.
+        return f"id > {int(after)} AND {'first' if 'first' in TYPES[table] else 'id'} <= {self.last[table]}"
 
     def _rows(
-        self, columns: str, table: str, types: Sequence[Any], condition: str = "", after: int = 0
-    ) -> Rows:
-        """Return the readable rows above ``after`` with the expected types: SQLite enforces none.
+        self, table: str, after: int = 0, where: str = "", usable: Callable[[Any], bool] = lambda _: True
+    ) -> list[Any]:
+        """Return the sound rows behind ``after`` that are ``usable``, and report how many are missing.
 
-        ``condition`` further selects. Ids have no gaps: what is not found at all is missing, too.
+        ``where`` selects further. Ids have no gaps: what is not in the table at all is missing, too.
         """
         last = self.last[table]
         if last <= after:
             return []
-        above = f" AND id > {int(after)}" if after else ""
-        rows, lost = self._snapshot.salvage(f"SELECT {columns} FROM {table} WHERE 1{above}{condition}", last)
-        good = [row for row in rows if all(map(isinstance, row, types))]
-        if condition:
-            lost += len(rows) - len(good)
+        select = f"SELECT * FROM {table} WHERE {self._within(table, after)}{where}"
+        found = [
+            ROWS[table](*row) if is_sound(table, row) else None for row in self._snapshot.salvage(select)
+        ]
+        rows = [row for row in found if row is not None and usable(row)]
+        if where:
             self._lose_gaps(table)
-        else:
-            lost = last - after - len(good)
-        if lost:
-            self._lose(f"{lost} of {last} rows of table {table} are damaged and left out")
-        return good
+            if len(rows) != len(found):
+                self._lose(f"{len(found) - len(rows)} blocks of table {table} are damaged and left out")
+        elif (missing := last - after - sum(_span(row, after, last) for row in rows)) > 0:
+            self._lose(f"{missing} of {last} rows of table {table} are damaged and left out")
+        return rows
 
     def _lose_gaps(self, table: str) -> None:
-        """Report the ids that a table lacks, once: a changed id ends the search of SQLite too early."""
+        """Report what a table of blocks lacks, once: a changed id ends the search of SQLite too early."""
         if table in self._counted:
             return
         self._counted.add(table)
         last = self.last[table]
         with contextlib.suppress(RunFormatError):  # what cannot be read is reported where it is read
-            ((found,),) = self._snapshot.rows(f"SELECT count(*) FROM {table} WHERE id <= {last}")
+            ((found,),) = self._snapshot.rows(f"SELECT sum(id - first + 1) FROM {table} WHERE id <= {last}")
             if found != last:
-                self._lose(f"{last - found} of {last} rows of table {table} are damaged and left out")
-
-    def _checked(self, table: str) -> Rows:
-        """Return the rows of a table without blobs whose checksum is right."""
-        rows = self._rows("*", table, [*TYPES[table].values()])
-        checked = [row[:-1] for row in rows if row[-1] == row_checksum(table, row[:-1])]
-        if len(checked) != len(rows):
-            self._lose(f"{len(rows) - len(checked)} rows of table {table} were changed and are left out")
-        return checked
+                self._lose(f"the blocks of table {table} are not {last} rows: some are damaged and left out")
 
     def _parsed(self, table: str, text: str, parse: Callable[[str], T]) -> T | None:
         try:
@@ -442,6 +409,16 @@ class RankFile:
 
     def _lose(self, what: str) -> None:
         self.losses[f"{self.path}: {what}"] = None
+
+
+def _steps_of(data: bytes) -> Steps:
+    return np.frombuffer(data, "<i8").astype(np.int64)
+
+
+def _span(row: Any, after: int, last: int) -> int:
+    """Return how many of the rows or values behind ``after`` and up to ``last`` a row holds."""
+    first: int = getattr(row, "first", row.id)
+    return min(int(row.id), last) - max(first, after + 1) + 1
 
 
 def open_rank_file(path: Path, rank: int, entry: AttemptEntry, run_id: str, **how: bool) -> RankFile:
@@ -460,13 +437,6 @@ def latest(logged: Sequence[Logged]) -> Logged:
         steps, at = np.unique(steps[::-1], return_index=True)
         values = values[::-1][at]
     return steps, values
-
-
-def _is_series_row(row: tuple[Any, ...]) -> bool:
-    """Return whether a row of a series has the right types and checksum."""
-    return all(map(isinstance, row, _SERIES_TYPES)) and row[2] == series_checksum(
-        row[5], row[0], row[1], row[3], row[4]
-    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -23,14 +23,17 @@ from backlight.store.format.schema import NOT_STORED, unit_of_scalar
 from backlight.store.read import frames
 from backlight.store.read.attempt_files import (
     AttemptFiles,
+    RankState,
     array_infos,
     array_values,
     evidence_paths,
+    last_step,
     open_attempt,
     shortfall,
+    states,
 )
 from backlight.store.read.decode_cache import MAX_READING_BYTES, DecodeCache
-from backlight.store.read.frames import Frame, Holders, RankState, Spread
+from backlight.store.read.frames import Frame, Holders, Spread
 from backlight.store.read.rank_file import Block, RankFile, Window, latest
 from backlight.store.read.remote import Mirror, is_url, shown
 from backlight.store.read.snapshot import sibling, size_of
@@ -226,7 +229,7 @@ class Run:
     def ranks(self, attempt: int = -1) -> tuple[RankState, ...]:
         """Return how far each rank of one attempt came, and how it ended (-1: the newest attempt)."""
         chosen = self._opened[-1:] if attempt == -1 else [o for o in self._opened if o.entry.index == attempt]
-        return frames.states(chosen[0]) if chosen else ()
+        return states(chosen[0]) if chosen else ()
 
     def series_steps(self, series: str) -> npt.NDArray[np.int64]:
         """Return the global steps at which any rank recorded the series, in any part."""
@@ -252,7 +255,7 @@ class Run:
 
     def last_step(self) -> int:
         """Return the last global step that any rank took, recorded or not; -1 where there is none."""
-        return max((frames.last_step(opened) for opened in self._opened), default=-1)
+        return max((last_step(opened) for opened in self._opened), default=-1)
 
     def frame(
         self, series: str, column: str, *, attempt: int | None = None, rank: int | None = None, part: int = 0

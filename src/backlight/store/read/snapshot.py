@@ -13,7 +13,6 @@ Three ways, decided at each query:
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import sqlite3
@@ -40,9 +39,6 @@ SIDE_FILES = ("-wal", "-shm", "-journal")
 _WAL_HEADER_BYTES = 32
 _TRIES = 12
 _BUSY_TIMEOUT_S = 2.0
-_MAX_SALVAGE_QUERIES = 4000
-MAX_SALVAGE_S = 2.0
-"""Processor time for the damaged tables of a file, after which the rest is given up; the loss is stated."""
 
 MAX_DATABASE_BYTES = 1024**4
 """Larger files are refused."""
@@ -67,8 +63,6 @@ class Snapshot:
         self._own = own
         self._hold = hold
         self._held: tuple[object, Connection] | None = None
-        self._salvage_s = 0.0
-        self._salvage_queries = 0
         self._lock = threading.RLock()
         self._copy: Path | None = None
         self._check_files()
@@ -99,15 +93,15 @@ class Snapshot:
 
     def rows(self, sql: str, parameters: tuple[Any, ...] = ()) -> Rows:
         """Return all rows of one query; raises as :meth:`read`."""
-        return self.read(lambda query: query(sql, parameters))
+        return self.read(lambda connection: connection.query(sql, parameters))
 
-    def read(self, read: Callable[[Callable[[str, tuple[Any, ...]], Rows]], T]) -> T:
-        """Call ``read`` with a function that runs a query; all its queries share one short connection."""
+    def read(self, read: Callable[[Connection], T]) -> T:
+        """Call ``read`` with a short connection, which all its queries share."""
         problem: Exception | None = None
         for i in range(_TRIES):
             try:
                 with self._connection() as connection:
-                    return read(connection.query)
+                    return read(connection)
             except sqlite3.OperationalError as error:
                 problem = error
                 if not self.live:
@@ -121,36 +115,19 @@ class Snapshot:
                 break
         raise RunFormatError(f"{self.path}: cannot be read: {problem}") from problem
 
-    def salvage(self, select: str, last: int) -> tuple[Rows, int]:
-        """Return the readable rows with ids up to ``last``, and how many could not be read.
+    def salvage(self, select: str) -> Rows:
+        """Return the rows of a table by id, the first column that ``select`` names.
 
-        ``select`` is a query that ends in a condition, to which a range of ids is added. Damage is located by
-        bisection, so that one bad page costs few queries; a range that is still wide after many is given up.
+        Of a damaged table: those before its first and behind its last damaged page.
         """
         with contextlib.suppress(RunFormatError):
-            return self.rows(f"{select} AND id <= ? ORDER BY id", (last,)), 0
-        found: list[tuple[int, Rows]] = []
-        lost = 0
-        began = time.thread_time()
-        # The wide ranges first: one page that cannot be read takes no other one with it.
-        ranges = collections.deque([(1, last)])
-        while ranges:
-            low, high = ranges.popleft()
-            spent = self._salvage_s + time.thread_time() - began
-            if self._salvage_queries >= _MAX_SALVAGE_QUERIES or spent > MAX_SALVAGE_S:
-                lost += high - low + 1
-                continue
-            self._salvage_queries += 1
-            try:
-                found.append((low, self.rows(f"{select} AND id BETWEEN ? AND ? ORDER BY id", (low, high))))
-            except RunFormatError:
-                if low == high:
-                    lost += 1
-                else:
-                    middle = (low + high) // 2
-                    ranges += [(low, middle), (middle + 1, high)]
-        self._salvage_s += time.thread_time() - began
-        return [row for _, rows in sorted(found, key=lambda part: part[0]) for row in rows], lost
+            return self.rows(f"{select} ORDER BY id")
+        found: dict[object, tuple[Any, ...]] = {}
+        for order in ("ASC", "DESC"):
+            with contextlib.suppress(RunFormatError):
+                rows = self.read(lambda one, by=order: one.readable(f"{select} ORDER BY id {by}"))  # type: ignore[misc]
+                found |= {row[0]: row for row in rows}
+        return [found[i] for i in sorted(i for i in found if isinstance(i, int))]
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Connection]:
@@ -237,12 +214,14 @@ def _connect(uri: str) -> Connection:
     return connection
 
 
-def _described(query: Callable[[str, tuple[Any, ...]], Rows]) -> tuple[dict[str, str], dict[str, Any]]:
+def _described(connection: Connection) -> tuple[dict[str, str], dict[str, Any]]:
     """Return the statements of the tables, and what the file states of itself."""
-    tables: dict[str, str] = dict(query("SELECT name, sql FROM sqlite_master WHERE type = 'table'", ()))
+    tables: dict[str, str] = dict(
+        connection.query("SELECT name, sql FROM sqlite_master WHERE type = 'table'")
+    )
     if "CREATE TABLE meta" not in tables.get("meta", ""):
         return tables, {}
-    return tables, dict(query("SELECT key, value FROM meta LIMIT ?", (_MAX_META_ROWS,)))
+    return tables, dict(connection.query("SELECT key, value FROM meta LIMIT ?", (_MAX_META_ROWS,)))
 
 
 def _header(path: Path) -> bytes:

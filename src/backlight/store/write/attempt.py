@@ -453,3 +453,31 @@ def _remove_empty(folders: list[Path]) -> None:
     for folder in reversed(folders):
         with contextlib.suppress(OSError):  # another process has put something there meanwhile
             folder.rmdir()
+
+
+_POLL_INTERVAL_S = 0.05
+
+
+def wait_for_ranks(path: str | Path, timeout_s: float) -> bool:
+    """Wait until the ranks above 0 of the newest attempt have ended; return whether all have."""
+    deadline = time.monotonic() + timeout_s
+    while not _have_ended(Path(path)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_INTERVAL_S)
+    return True
+
+
+def _have_ended(path: Path) -> bool:
+    try:
+        attempt = read_manifest(path).attempts[-1]
+        for rank in range(1, attempt.world_size):
+            document = path / attempt_folder(attempt.index) / document_name(rank)
+            if not document.exists():
+                continue
+            progress = read_document(document).get("progress") or {}
+            if codec.convert(progress, Progress).status_now() is RunStatus.RUNNING:
+                return False
+    except (OSError, ValueError, IndexError, RunFormatError):
+        return False
+    return True

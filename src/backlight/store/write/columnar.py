@@ -17,9 +17,9 @@ from backlight.store.errors import RunFormatError
 from backlight.store.filesystem import pinned
 from backlight.store.format.manifest import write_document
 from backlight.store.format.names import columns_folders, columns_name, parse_columns
-from backlight.store.format.schema import COUNTED
+from backlight.store.format.schema import ROWS
 from backlight.store.read import frames
-from backlight.store.read.attempt_files import AttemptFiles
+from backlight.store.read.attempt_files import AttemptFiles, by_rank
 from backlight.store.read.columnar import (
     INDEX,
     INDEX_KIND,
@@ -77,7 +77,7 @@ class _Conversion:
         self.folder = folder
         self.every = every
         self.advance = advance
-        self.ranks = frames.by_rank(opened.files)
+        self.ranks = by_rank(opened.files)
         self.names: list[tuple[str, ...]] = [
             frames.model_order([t for f in opened.files for t in f.table_names.values()])
         ]
@@ -86,7 +86,7 @@ class _Conversion:
             for rank, mine in self.ranks.items()
         }
         self.digests: dict[str, list[int]] = {}
-        self.rows: dict[int, dict[str, int]] = {rank: dict.fromkeys(COUNTED, 0) for rank in self.ranks}
+        self.rows: dict[int, dict[str, int]] = {rank: dict.fromkeys(ROWS, 0) for rank in self.ranks}
 
     def run(self) -> None:
         """Write all files and the index, and read them again."""

@@ -55,7 +55,7 @@ from backlight.store.format.names import (
     unmerged,
     watchdog_files,
 )
-from backlight.store.format.schema import COUNTED
+from backlight.store.format.schema import ROWS
 from backlight.store.read.attempt_files import AttemptFiles, open_attempt
 from backlight.store.read.columnar import ColumnarRank
 from backlight.store.read.rank_file import check_identity
@@ -320,7 +320,7 @@ def _finish(folder: Path, name: str, rank: int, progress: Progress) -> None:
             key = f"{name}/{child.name}"
             try:
                 snapshot = Snapshot(child)
-                rows = {t: snapshot.rows(f"SELECT max(id) FROM {t}")[0][0] for t in COUNTED}
+                rows = {t: snapshot.rows(f"SELECT max(id) FROM {t}")[0][0] for t in ROWS}
             except RunFormatError:
                 # The stated rows of a damaged file stay: they are the measure of the loss.
                 rows = dict(progress.files.get(key, {}))

@@ -10,13 +10,10 @@ import sqlite3
 import stat
 import tempfile
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from backlight import atomic_files, clock, codec, processes
 from backlight.series import SERIES
@@ -26,30 +23,29 @@ from backlight.store.format import encoding
 from backlight.store.format.encoding import (
     BLOCK_VALUES,
     LoggedValues,
+    Row,
+    Sizes,
     decode_scalars,
-    encode_floats,
-    encode_integers,
-    encode_scalars,
+    scalar_block,
+    sealed,
+    series_blocks,
 )
 from backlight.store.format.names import database_name, segment_name
 from backlight.store.format.schema import (
-    COUNTED,
     DATABASE_KIND,
     FORMAT_VERSION,
+    ROWS,
     TABLES,
     THINNED,
     TYPES,
-    block_checksum,
     is_of_every_step,
-    row_checksum,
-    series_checksum,
 )
 
 SQLITE_VERSION = sqlite3.sqlite_version
 """Release of the SQLite library in use."""
 
 PAGE_BYTES = 32768
-"""Rows of 150 parameters take 3 to 10 KB, and leave little of such a page empty."""
+"""A flush of 150 parameters takes 3 to 10 KB a step, and leaves little of such a page empty."""
 
 CHECKPOINT_PAGES = 128
 """Pages in the write-ahead log before SQLite moves them into the file: 4 MB."""
@@ -72,18 +68,8 @@ DECIDED_STEPS = 64
 SCALAR_BYTES = 32
 """Bytes of a scalar that waits; it takes fewer on the disk."""
 
-Sizes = Mapping[int, npt.NDArray[np.int64]]
-"""Sizes of the parameters, by the id of their table."""
 
-Row = tuple[int, int, int, npt.NDArray[np.float64], npt.NDArray[np.int64]]
-"""Part, step, id of the parameter table, floats ``[P, F]``, integers ``[P, I]``."""
-
-_INSERTS = {
-    table: f"INSERT INTO {table} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
-    for table in COUNTED
-    # SQLite numbers the rows of series.
-    for names in [[name for name in TYPES[table] if name != "id" or not table.startswith("series_")]]
-}
+_INSERTS = {table: f"INSERT INTO {table} VALUES ({', '.join('?' * len(TYPES[table]))})" for table in ROWS}
 
 
 class VanishedError(OSError):
@@ -121,44 +107,18 @@ class Batch:
         steps = [row[1] for rows in self.series.values() for row in rows]
         return max([*steps, *(row[1] for row in self.scalars)], default=-1)
 
-    def rows(self, sizes: Sizes, last: Mapping[str, int]) -> dict[str, list[tuple[object, ...]]]:
+    def rows(self, sizes: Sizes, last: Mapping[str, int]) -> dict[str, list[tuple[Any, ...]]]:
         """Return the rows but those of scalars as they are stored, by table; ``last`` gives the last ids."""
-        numbered: dict[str, Iterable[tuple[object, ...]]] = {
-            "parameter_table": self.tables,
-            "scalar_name": self.names,
-            **{
-                table: ((i, *row) for i, row in enumerate(rows, last[table] + 1))
-                for table, rows in (("event", self.events), ("finding", self.findings))
-            },
+        rows: dict[str, list[tuple[Any, ...]]] = {
+            "parameter_table": [*self.tables],
+            "scalar_name": [*self.names],
+            "event": [(i, *row) for i, row in enumerate(self.events, last["event"] + 1)],
+            "finding": [(i, *row) for i, row in enumerate(self.findings, last["finding"] + 1)],
         }
-        return {
-            **{table: [(*row, row_checksum(table, row)) for row in rows] for table, rows in numbered.items()},
-            **{f"series_{name}": list(_encoded(rows, sizes)) for name, rows in self.series.items()},
-        }
-
-
-def _encoded(rows: list[Row], sizes: Sizes) -> Iterator[tuple[object, ...]]:
-    """Encode rows of a series; consecutive ones with one parameter table share their encoding."""
-    first = 0
-    for i in range(1, len(rows) + 1):
-        if i == len(rows) or rows[i][2] != rows[first][2]:
-            group = rows[first:i]
-            floats = encode_floats(np.stack([row[3] for row in group]))
-            ints = encode_integers(np.stack([row[4] for row in group]), sizes[group[0][2]])
-            for (part, step, table, _, _), f, n in zip(group, floats, ints, strict=True):
-                yield part, step, table, series_checksum(part, step, table, f, n), f, n
-            first = i
-
-
-def _block(first: int, logged: LoggedValues, last: int = 0) -> tuple[object, ...]:
-    """Return the row of a block of scalars: ``first`` is the number of its first value.
-
-    ``last`` is that of the last one that it stands for, where fewer are left of them.
-    """
-    floats, integers = encode_scalars(logged)
-    count = len(logged.steps)
-    key = last or first + count - 1, first, count, int(logged.steps.max())
-    return *key, block_checksum(*key, floats, integers), floats, integers
+        for name, steps in self.series.items():
+            table = f"series_{name}"
+            rows[table] = list(series_blocks(steps, sizes, last[table]))
+        return {table: [sealed(table, row) for row in found] for table, found in rows.items()}
 
 
 def _connect(path: Path) -> Connection:
@@ -198,7 +158,7 @@ class RankDatabase:
 
     def __init__(self, path: Path, meta: Mapping[str, str], checkpoint_pages: int = CHECKPOINT_PAGES) -> None:
         self.path = path
-        self.last: dict[str, int] = dict.fromkeys(COUNTED, 0)
+        self.last: dict[str, int] = dict.fromkeys(ROWS, 0)
         self._unfilled = LoggedValues.of([])
         self._of_every_step: set[int] = set()
         self._next_thinning = 2 * encoding.WHOLE_STEPS
@@ -249,7 +209,7 @@ class RankDatabase:
         thinned, event = self._thin(newest, written_before) if is_due else ([], Batch())
         rows = (batch.followed_by(event) if event else batch).rows(sizes, self.last)
         rows["scalar"] = thinned + [
-            _block(written_before + 1 + i * BLOCK_VALUES, block) for i, block in enumerate(blocks)
+            scalar_block(written_before + 1 + i * BLOCK_VALUES, block) for i, block in enumerate(blocks)
         ]
         self._run("BEGIN IMMEDIATE")
         try:
@@ -264,8 +224,7 @@ class RankDatabase:
             with contextlib.suppress(sqlite3.Error):
                 self._run("ROLLBACK")
             raise
-        for name, written in rows.items():
-            self.last[name] += len(batch.scalars if name == "scalar" else written)
+        self.last |= {table: written[-1][0] for table, written in rows.items() if written}
         if blocks:
             is_full = len(blocks[-1].steps) == BLOCK_VALUES
             self._unfilled = LoggedValues.of([]) if is_full else blocks[-1]
@@ -276,11 +235,11 @@ class RankDatabase:
                 self._run("PRAGMA wal_checkpoint(PASSIVE)")
             self._synced = clock.monotonic()
 
-    def _thin(self, newest: int, written: int) -> tuple[list[tuple[object, ...]], Batch]:
+    def _thin(self, newest: int, written: int) -> tuple[list[tuple[Any, ...]], Batch]:
         """Return the blocks that replace old ones of the first ``written`` values, and the event of it."""
         before = newest - encoding.WHOLE_STEPS
         ((last,),) = self._run(f"SELECT max(id) FROM scalar WHERE step < {before} AND id <= {written}")
-        found = self._run(f"SELECT count, floats, ints FROM scalar WHERE id <= {last or 0} ORDER BY id")
+        found = self._run(f"SELECT size, floats, ints FROM scalar WHERE id <= {last or 0} ORDER BY id")
         try:
             logged = LoggedValues.join([decode_scalars(*row) for row in found])
         except RunFormatError:  # what is damaged stays as it is, for the reader to report
@@ -288,7 +247,7 @@ class RankDatabase:
         width = encoding.bin_width(before)
         blocks = encoding.thin(logged, self._of_every_step, width).split(BLOCK_VALUES)
         rows = [
-            _block(1 + i * BLOCK_VALUES, block, last if block is blocks[-1] else 0)
+            scalar_block(1 + i * BLOCK_VALUES, block, last if block is blocks[-1] else 0)
             for i, block in enumerate(blocks)
         ]
         before = int(logged.steps.max(initial=-1)) + 1
