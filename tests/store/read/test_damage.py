@@ -211,7 +211,8 @@ def test_flipped_bytes_never_give_wrong_numbers(run_path: Path, numbers: Callabl
 
 def test_damaged_block_is_skipped_and_reported(run_path: Path) -> None:
     damage = "UPDATE series_gradient SET floats = zeroblob(length(floats)) WHERE 7 BETWEEN lowest AND step"
-    change(run_path, damage, "UPDATE event SET payload = '{'")
+    change(run_path, "UPDATE event SET payload = '{'")
+    change(run_path, damage, seal=False)
     run = open_run(run_path)
     assert run.frame("gradient", "norm").steps.tolist() == list(range(BLOCK, STEPS))
     assert run.events() == ()

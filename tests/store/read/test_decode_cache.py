@@ -214,10 +214,10 @@ def test_scalar_names_are_read_once_per_file(
     requested: list[Path] = []
     rows = RankFile._rows
 
-    def counting(file: RankFile, columns: str, table: str, *more: Any) -> list[tuple[Any, ...]]:
+    def counting(file: RankFile, table: str, *more: Any, **options: Any) -> list[Any]:
         if table == "scalar_name":
             requested.append(file.path)
-        return rows(file, columns, table, *more)
+        return rows(file, table, *more, **options)
 
     monkeypatch.setattr(RankFile, "_rows", counting)
     newest = open_growing()(tmp_path / "run")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sqlite3
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from backlight.records import RunStatus
-from backlight.store import connections
+from backlight import atomic_files
+from backlight.records import Fingerprint, RunStatus
+from backlight.store import connections, filesystem
 from backlight.store.read.run import open_run
 from backlight.store.write import database
 from backlight.store.write.database import MAX_FAILURES
@@ -44,7 +48,7 @@ def losses(path: Path) -> list[float]:
 def test_cursors_that_live_on_fail_no_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "Connection", KeepingConnection)
     monkeypatch.setattr(database, "SYNC_INTERVAL_S", -1.0)  # a checkpoint at each write
-    monkeypatch.setattr(RunWriter, "_write", lambda self, batch: self._db.write(batch, self._sizes) or True)
+    monkeypatch.setattr(database, "MAX_FAILURES", 0)
     writer = RunWriter.create(tmp_path / "run")
     for step in range(5):
         record(writer, step)
@@ -111,3 +115,70 @@ def test_disk_that_goes_on_to_fail_ends_the_recording(
     (reason,) = said
     assert error in reason
     assert open_run(tmp_path / "run").shortfall == "recording stopped at step 0 of 20"
+
+
+@pytest.mark.parametrize("times", [1, MAX_FAILURES])
+@pytest.mark.parametrize("name", ["rank-00000-000000.h5", "manifest.json", "rank-00000.json"])
+def test_failed_file_is_written_with_the_next_flush(
+    name: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=said.append, flush_interval=0.0)
+    left, sync = [times], atomic_files.sync_file
+
+    def failing(path: Path) -> None:
+        if path.name.startswith(f".{name}.") and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(path)
+
+    monkeypatch.setattr(atomic_files, "sync_file", failing)
+    writer.fingerprint(Fingerprint(backlight="1"))
+    writer.array("gram", 0, np.arange(3.0))
+    for step in range(8):
+        record(writer, step)
+    writer.close()
+    assert (left, said) == ([0], [])
+    assert losses(tmp_path / "run") == [float(step) for step in range(8)]
+    run = open_run(tmp_path / "run")
+    assert run.array("gram")[1][0].tolist() == [0.0, 1.0, 2.0]
+    assert run.fingerprint() is not None
+
+
+def test_evidence_that_cannot_be_written_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Path:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    writer = RunWriter.create(tmp_path / "run")
+    monkeypatch.setattr("backlight.store.write.writer.write_evidence", refuse)
+    assert writer.evidence("stack.txt", "main") == ""
+    record(writer, 0)
+    writer.close()
+    assert writer.lost is None
+    run = open_run(tmp_path / "run")
+    (loss,) = run.losses
+    assert "'evidence stack.txt': 1" in loss
+    assert run.scalar("loss").values.tolist() == [0.0]
+
+
+def test_segment_that_cannot_be_published_is_published_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filesystem, "on_network", lambda _: True)
+    monkeypatch.setattr(database, "FIRST_SEGMENT_S", 0.0)
+    said: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=said.append)
+    left, copy = [1], atomic_files.copy
+
+    def failing(source: Path, target: Path) -> None:
+        if left[0]:
+            left[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        copy(source, target)
+
+    monkeypatch.setattr(atomic_files, "copy", failing)
+    for step in range(5):
+        record(writer, step)
+    writer.close()
+    assert (left, said) == ([0], [])
+    assert losses(tmp_path / "run") == [float(step) for step in range(5)]

@@ -328,10 +328,10 @@ class ArrayWriter:
         """Write the buffered arrays as a piece; return whether there were any. An OSError passes through."""
         if not self._pending:
             return False
-        pending, self._pending, self.pending_bytes = self._pending, [], 0
         self.folder.mkdir(exist_ok=True)
         number = self._pieces[-1].last + 1 if self._pieces else 0
-        self._pieces.append(self._write(number, number, merged(pending)))
+        self._pieces.append(self._write(number, number, merged(self._pending)))
+        self._pending, self.pending_bytes = [], 0  # only now: where that failed, they wait
         while len(self._pieces) > 1:
             older, newer = self._pieces[-2:]
             if older.size > 2 * newer.size or older.size + newer.size > MAX_MERGED_BYTES:

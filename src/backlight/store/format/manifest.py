@@ -8,16 +8,25 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import zlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from backlight import atomic_files, clock, codec, untrusted_files
-from backlight.records import RunStatus, Severity
+from backlight.records import Finding, RunStatus, Severity
 from backlight.store.errors import RunFormatError
 from backlight.store.filesystem import ProcessIdentity
-from backlight.store.format.names import MANIFEST
+from backlight.store.format.names import (
+    MANIFEST,
+    WATCHDOG_DATABASE,
+    attempt_folder,
+    database_name,
+    parse_columns,
+    parse_database,
+)
 from backlight.store.format.schema import FORMAT_VERSION
 
 FORMAT_NAME = "backlight run"
@@ -87,6 +96,25 @@ class Summary:
     evaluated: bool = False
     lacks: str = ""
 
+    @classmethod
+    def of(
+        cls, findings: Iterable[Finding], evaluated: Mapping[str, Any] | None, losses: Mapping[str, float]
+    ) -> Self:
+        """Return that of the findings, the payload of the last evaluation, and the last losses by scalar."""
+        subjects = {
+            (f.rule, f.subject.parameter, f.subject.module): f.severity for f in findings if not f.is_hint
+        }
+        several = sum(name.startswith("loss/") for name in losses)
+        label = f"sum of {int(losses['losses'])} losses" if losses.get("losses") else "loss"
+        return cls(
+            loss=losses.get("loss"),
+            loss_label=f"one of {several} losses" if several > 1 else label,
+            worst=max(subjects.values(), key=lambda severity: severity.rank, default=None),
+            findings=len(subjects),
+            evaluated=evaluated is not None,
+            lacks=str((evaluated or {}).get("lacks", "")),
+        )
+
 
 @dataclass(slots=True, kw_only=True)
 class AttemptEntry:
@@ -107,6 +135,21 @@ class AttemptEntry:
     progress: Progress = field(default_factory=Progress)
     first: int = 0
     summary: Summary | None = None
+
+    def database_state(self, run: Path) -> tuple[int, int] | None:
+        """Return size and last change of the first rank's database; None where a list needs more files."""
+        folder = f"{run}/{attempt_folder(self.index)}"
+        database = database_name(self.first)
+        for name in os.listdir(folder):  # noqa: PTH208 - names alone, for thousands of runs
+            if name != database and (parse_columns(name) is not None or self._is_listed(name)):
+                return None
+        found = os.stat(f"{folder}/{database}", follow_symlinks=False)  # noqa: PTH116 - as above
+        return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+
+    def _is_listed(self, name: str) -> bool:
+        """Return whether a file may hold what a list shows: of another process, or what SQLite keeps."""
+        span = parse_database(re.sub(r"-[a-z]+$", "", name))
+        return span[0] <= self.first if span is not None else WATCHDOG_DATABASE.match(name) is not None
 
 
 @dataclass(slots=True)

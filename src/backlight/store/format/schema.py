@@ -65,6 +65,11 @@ def is_of_every_step(name: str) -> bool:
     return bool({name, name.split("/", maxsplit=1)[0], name.rpartition("/")[0]} & EVERY_STEP)
 
 
+def is_loss(name: str, source: str) -> bool:
+    """Return whether a scalar is a loss that backlight recorded, or the number of losses of a step."""
+    return source == "backlight" and name.partition("/")[0] in {"loss", "losses"}
+
+
 ARRAY_ENCODINGS: dict[str, int] = {"plain": 1, "bf16": 1}
 """Encodings of a stored array with the version that this release writes.
 

@@ -39,7 +39,7 @@ _MAX_NAMED_RANKS = 16
 _MAX_HELD_FILES = 16
 """Connections of more files are opened for each query: a run of a thousand ranks has as many files."""
 
-_ARRAY_TRIES = 3
+_ARRAY_TRIES = 12
 
 
 @dataclass(slots=True)

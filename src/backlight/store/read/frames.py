@@ -424,7 +424,8 @@ def _windows(
     if rows * row_bytes <= WINDOW_BYTES:
         return [within]
     first, end = within or (-(2**62), 2**62)
-    steps = np.unique(np.concatenate([file.steps(series) for file in next(iter(ranks.values()))]))
+    first_rank = next(iter(ranks.values()))
+    steps = np.unique(np.concatenate([f.steps(series, after=after.get(f, 0)) for f in first_rank]))
     inside = steps[(steps >= first) & (steps < end)]
     count = -(-rows * row_bytes * len(inside) // (WINDOW_BYTES * max(1, len(steps))))
     cuts = sorted({int(part[0]) for part in np.array_split(inside, max(1, count)) if len(part)})

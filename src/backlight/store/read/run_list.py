@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import re
-import stat
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from backlight.records import Finding, RunStatus, Severity
+from backlight.records import RunStatus, Severity
 from backlight.store.errors import RunFormatError
 from backlight.store.format.manifest import AttemptEntry, Manifest, Summary, read_manifest
 from backlight.store.format.names import (
@@ -21,12 +18,11 @@ from backlight.store.format.names import (
     WATCHDOG_DATABASE,
     attempt_folder,
     columns_folders,
-    database_name,
     parse_columns,
     parse_database,
     unmerged,
 )
-from backlight.store.format.schema import EVALUATED, WATCHDOG_RANK
+from backlight.store.format.schema import EVALUATED, WATCHDOG_RANK, is_loss
 from backlight.store.read.attempt_files import shortfall_of_first
 from backlight.store.read.columnar import ColumnarDataset, ColumnarRank
 from backlight.store.read.rank_file import RankFile, open_rank_file
@@ -155,74 +151,25 @@ def _summary(path: Path, manifest: Manifest) -> ListedRun:
     )  # fmt: skip
 
 
-def summary_of_closed(path: Path, entry: AttemptEntry, run_id: str) -> Summary | None:
-    """Return what a list shows of the database of an attempt that was just closed.
-
-    None where other files belong to it, where it cannot be read, or where something still changes it.
-    """
-    with contextlib.suppress(RunFormatError, OSError):
-        before = _state(path, entry)
-        if before is not None:
-            summary = _summary_of(_newest_files(path, entry, run_id, live=False))
-            if _state(path, entry) == before:
-                return dataclasses.replace(summary, size=before[0], changed=before[1])
-    return None
-
-
 def _is_unchanged(path: Path, entry: AttemptEntry) -> bool:
     """Return whether the database is the only one of its attempt, and as it was when it was summarised."""
     if entry.summary is None:
         return False
     with contextlib.suppress(OSError):
-        return _state(path, entry) == (entry.summary.size, entry.summary.changed)
+        return entry.database_state(path) == (entry.summary.size, entry.summary.changed)
     return False
 
 
-def _state(path: Path, entry: AttemptEntry) -> tuple[int, int] | None:
-    """Return size and last change of the database of the first rank; None where a list needs more files."""
-    folder = f"{path}/{attempt_folder(entry.index)}"
-    database = database_name(entry.first)
-    for name in os.listdir(folder):  # noqa: PTH208 - names alone, for thousands of runs
-        if name != database and (parse_columns(name) is not None or _is_read(name, entry.first)):
-            return None
-    found = os.stat(f"{folder}/{database}", follow_symlinks=False)  # noqa: PTH116 - as above
-    return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
-
-
-def _is_read(name: str, first: int) -> bool:
-    """Return whether a file may hold what a list shows: of another process, or what SQLite keeps."""
-    span = parse_database(re.sub(r"-[a-z]+$", "", name))
-    return span[0] <= first if span is not None else WATCHDOG_DATABASE.match(name) is not None
-
-
 def _summary_of(files: Sequence[RankFile]) -> Summary:
-    findings: list[Finding] = []
     evaluated: dict[str, Any] | None = None
-    loss, label = None, "loss"
+    losses: dict[str, float] = {}
     for file in files:
-        findings += file.findings()
         if file.rank != WATCHDOG_RANK:
             evaluated = evaluated or file.last_event(EVALUATED)
-            last = file.last_scalar("backlight", "loss")
-            if last is not None:
-                loss, label = last, _loss_label(file)
-    subjects = {
-        (f.rule, f.subject.parameter, f.subject.module): f.severity for f in findings if not f.is_hint
-    }
-    worst = max(subjects.values(), key=lambda severity: severity.rank, default=None)
-    lacks = str((evaluated or {}).get("lacks", ""))
-    return Summary(
-        loss=loss, loss_label=label, worst=worst, findings=len(subjects), evaluated=evaluated is not None,
-        lacks=lacks,
-    )  # fmt: skip
-
-
-def _loss_label(file: RankFile) -> str:
-    own = sum(of == "backlight" and name.startswith("loss/") for _, of, name in file.scalar_names)
-    sums = file.last_scalar("backlight", "losses")
-    if own > 1:
-        return f"one of {own} losses"
-    return f"sum of {int(sums)} losses" if sums else "loss"
+            names = [name for _, of, name in file.scalar_names if is_loss(name, of)]
+            last = {name: file.last_scalar("backlight", name) for name in names}
+            losses |= {name: value for name, value in last.items() if value is not None}
+    return Summary.of([finding for file in files for finding in file.findings()], evaluated, losses)
 
 
 def _newest_files(path: Path, entry: AttemptEntry, run_id: str, *, live: bool) -> Sequence[RankFile]:

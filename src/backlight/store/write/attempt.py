@@ -7,6 +7,7 @@ A process enters as a new run, a new attempt of one, or a further rank. The firs
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import hashlib
 import itertools
@@ -31,6 +32,7 @@ from backlight.store.format.manifest import (
     AttemptEntry,
     Manifest,
     Progress,
+    Summary,
     read_document,
     read_manifest,
     seal,
@@ -72,6 +74,7 @@ class Entry:
     redaction: Redaction = field(default_factory=Redaction)
     interval_s: float = 0.0
     _fingerprint: str = "null"
+    _is_document_due: bool = False
     _published: float = 0.0
     _cost_s: float = 0.0
     _stale: bool = True
@@ -101,6 +104,7 @@ class Entry:
     def set_fingerprint(self, fingerprint: Fingerprint) -> None:
         """Store the fingerprint of the rank; an OSError passes through."""
         self._fingerprint = codec.encode(self.redaction.fingerprint(fingerprint))
+        self._is_document_due = True
         self.publish_document()
 
     def update(self, files: dict[str, dict[str, int]], step: int = -1) -> None:
@@ -122,19 +126,20 @@ class Entry:
         self.progress.updated = clock.system_time()
         if self.is_first:
             self.manifest.write(self.path)
-        else:
+        if not self.is_first or self._is_document_due:
             self.publish_document()
         self._published = clock.monotonic()
         self._cost_s = self._published - began
         self._stale = False
 
-    def end(self, status: RunStatus) -> None:
+    def end(self, status: RunStatus, summary: Summary) -> None:
         """Publish how the attempt ended, once its files are closed; an OSError passes through."""
         self.progress.status, self.progress.ended = status, clock.unix_time()
         if self.is_first:
-            from backlight.store.read.run_list import summary_of_closed  # noqa: PLC0415 - once, at the end
-
-            self.attempt.summary = summary_of_closed(self.path, self.attempt, self.manifest.run_id)
+            with contextlib.suppress(OSError):
+                if (state := self.attempt.database_state(self.path)) is not None:
+                    size, changed = state
+                    self.attempt.summary = dataclasses.replace(summary, size=size, changed=changed)
         self.publish()
 
     def publish_document(self) -> None:
@@ -152,6 +157,7 @@ class Entry:
         # The fingerprint may hold thousands of modules; it is serialised once.
         text = f'{codec.encode(head)[:-1]}, "fingerprint": {self._fingerprint}}}'
         atomic_files.write(self.folder / document_name(self.rank), seal(text))
+        self._is_document_due = False
 
 
 def default_path(script: str = "", launch: str | None = None) -> Path:

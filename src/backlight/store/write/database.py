@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import shutil
 import sqlite3
@@ -70,6 +71,10 @@ SCALAR_BYTES = 32
 
 
 _INSERTS = {table: f"INSERT INTO {table} VALUES ({', '.join('?' * len(TYPES[table]))})" for table in ROWS}
+
+
+class UnpublishedError(OSError):
+    """A batch is written, but the segment that was due is not published: it is with the next write."""
 
 
 class VanishedError(OSError):
@@ -316,8 +321,13 @@ def _abandon_in_child() -> None:
 os.register_at_fork(after_in_child=_abandon_in_child)
 
 
-def is_permanent(error: sqlite3.Error) -> bool:
-    """Return whether another try does not change an error of SQLite."""
+_PERMANENT = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR}
+
+
+def is_permanent(error: Exception) -> bool:
+    """Return whether another try does not change an error of the disk."""
+    if isinstance(error, OSError):
+        return isinstance(error, VanishedError) or error.errno in _PERMANENT
     return any(words in str(error) for words in ("disk is full", "readonly database"))
 
 
@@ -431,12 +441,18 @@ class SegmentedDatabase:
         if now - self._segment_began >= due:
             try:
                 self._publish()
-                self._open = RankDatabase(self.path, self._meta)
-                # Each segment can be read alone, so it repeats the tables that its rows refer to.
-                self._open.write(Batch(tables=list(self._tables), names=list(self._names)), sizes)
-            except sqlite3.Error as error:  # the batch is written, and must not be so twice
-                raise OSError(f"{self._folder}: no segment was published: {error}") from error
-            self._segment_began = clock.monotonic()
+                self._begin_segment()
+            except (sqlite3.Error, OSError) as error:  # the batch is written, and must not be so twice
+                number = error.errno if isinstance(error, OSError) else None
+                raise UnpublishedError(
+                    number, f"no segment was published: {error}", str(self._folder)
+                ) from error
+
+    def _begin_segment(self) -> None:
+        self._open = RankDatabase(self.path, self._meta)
+        # Each segment can be read alone, so it repeats the tables that its rows refer to.
+        self._open.write(Batch(tables=list(self._tables), names=list(self._names)), {})
+        self._segment_began = clock.monotonic()
 
     def _publish(self) -> None:
         """Close the open database and copy it, complete, into the run directory."""
@@ -450,7 +466,10 @@ class SegmentedDatabase:
 
     def reopen(self) -> None:
         """Open the database anew after a failed write; errors pass through."""
-        self._open.reopen()
+        if self.path.exists():
+            self._open.reopen()
+        else:  # it was published, and no new one was created
+            self._begin_segment()
 
     def check_exists(self) -> None:
         """Raise an OSError unless the open database and the run directory still exist."""

@@ -1,19 +1,17 @@
 """Writer of a run directory: buffered, thread-safe, one per process and rank.
 
 Calls on the path of a step only copy into buffers; :meth:`RunWriter.flush`, called by the writer thread,
-writes them as one transaction. One that fails is written again with the next, on a new connection. A disk
-that is full, or goes on to fail, stops the recording, not the training run: the writer keeps the reason in
-``lost``, passes it once to ``on_lost``, drops what follows and raises nothing.
+writes them as one transaction. What fails, of rows, arrays or documents, is written again with the next. A
+disk that is full, or goes on to fail, stops the recording, not the training run: the writer keeps the reason
+in ``lost``, passes it once to ``on_lost``, drops what follows and raises nothing.
 """
 
 from __future__ import annotations
 
 import os
-import sqlite3
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,25 +26,19 @@ from backlight.series import SERIES
 from backlight.store import filesystem
 from backlight.store.errors import RunWriteError
 from backlight.store.format.arrays import ArrayWriter, Filters, write_evidence
-from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress
+from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress, Summary
 from backlight.store.format.names import ARRAYS, database_name, storable
-from backlight.store.format.schema import DISK_LIMIT, NOT_STORED
+from backlight.store.format.schema import DISK_LIMIT, EVALUATED, NOT_STORED, is_loss
+from backlight.store.write import database
 from backlight.store.write.attempt import Entry, enter
-from backlight.store.write.database import (
-    MAX_FAILURES,
-    SCALAR_BYTES,
-    Batch,
-    DiskBudget,
-    RankDatabase,
-    SegmentedDatabase,
-    is_permanent,
-    reason_of,
-)  # fmt: skip
+from backlight.store.write.database import Batch, DiskBudget, RankDatabase, SegmentedDatabase
 
 _WIDTHS = {name: (len(schema.floats), len(schema.integers)) for name, schema in SERIES.items()}
 
 MAX_BUFFERED_BYTES = 256 * 1024 * 1024
 """May wait for a flush; rows that come while a stuck disk holds more are counted and dropped."""
+
+_DROPPED = "a slow or failing disk, or max_disk reached"
 
 RECENT_TABLES = 16
 """Parameter tables that are recognised without comparing their records."""
@@ -57,7 +49,7 @@ class RunWriter:
 
     ``progress`` is that of this rank, also where it could not be published; ``lost`` is the reason why
     recording stopped, or None; ``part_reason`` why this rank writes a part of the run in another folder than
-    it was given, or empty.
+    it was given, or empty; ``expected_fingerprint`` what the model of a resumed run must have, if anything.
     """
 
     def __init__(
@@ -72,39 +64,41 @@ class RunWriter:
         part_reason: str,
     ) -> None:
         self.part_reason = part_reason
+        self.expected_fingerprint = entry.earlier
         self.path = entry.path = entry.path.absolute()  # the script may change the directory
         self.run_id = entry.manifest.run_id
         self.attempt = entry.attempt.index
         self.step_offset = entry.attempt.step_offset
         self.rank = rank = entry.rank
         self.lost: str | None = None
-        self._on_lost = on_lost
-        self._on_limit = on_limit
+        self._on_lost = on_lost or (lambda _: None)
+        self._on_limit = on_limit or (lambda _: None)
         self._pid = os.getpid()
         self._buffers = threading.Lock()
         self._disk = threading.RLock()
         self._closed = False
         self._batch = Batch()
         self._dropped: dict[str, int] = {}
-        self._failures = 0
+        self._failures = self._evidence_bytes = 0
         self._tables: dict[tuple[ParameterRecord, ...], int] = {}
         self._recent: dict[int, tuple[tuple[ParameterRecord, ...], int]] = {}  # by id of the records
         self._sizes: dict[int, npt.NDArray[np.int64]] = {}
         self._names: dict[tuple[str, str], int] = {}
+        self._loss_names: dict[int, str] = {}
+        # What a list of runs shows of the rows that were written.
+        self._losses: dict[str, float] = {}
+        self._findings: list[Finding] = []
+        self._evaluated: dict[str, Any] | None = None
         self._entry, self.progress = entry, entry.progress
         entry.options = dict(options or {})
         entry.interval_s = entry.attempt.flush_interval * 0.9
         share = entry.attempt.world_size
         self._before = filesystem.folder_size(self.path) // share if max_disk is not None else 0
         self._budget = DiskBudget(None if max_disk is None else max_disk // share)
-        self._evidence_bytes = 0
         self._arrays = ArrayWriter(entry.folder / ARRAYS, rank, filters)
-        meta = {
-            "run_id": entry.manifest.run_id,
-            "rank": str(rank),
-            "attempt": str(self.attempt),
-            "launch": entry.attempt.launch,
-        }
+        meta = dict(
+            run_id=self.run_id, rank=f"{rank}", attempt=f"{self.attempt}", launch=entry.attempt.launch
+        )
         self._db: RankDatabase | SegmentedDatabase
         if filesystem.on_network(entry.folder):
             self._db = SegmentedDatabase(entry.folder, rank, meta)
@@ -178,27 +172,28 @@ class RunWriter:
             msg = f"got rank {rank} of {world_size}, flush_interval {flush_interval}, max_disk {max_disk}"
             raise ValueError(f"{msg}; expected 0 <= rank < world_size, an interval >= 0, a limit > 0 or None")
         redaction = Redaction(tuple(redact), keep_arguments)
-        own = Manifest(
-            run_id=run_id or uuid.uuid4().hex,
-            name=storable(name),
-            created=clock.unix_time(),
-            groups=dict(groups or {}),
-            overrides={monitor: dict(fields) for monitor, fields in (overrides or {}).items()},
-        )
+        progress, run = Progress.begin(), run_id or uuid.uuid4().hex
         attempt = AttemptEntry(
             index=0,
             step_offset=0,
+            started=progress.updated,
             world_size=world_size,
-            launch=launch or own.run_id,
+            launch=launch or run,
             script=storable(script),
             argv=tuple(storable(a) for a in redaction.arguments(arguments)),
             monitors=tuple(monitors),
             flush_interval=flush_interval,
-            progress=Progress.begin(),
+            progress=progress,
             first=rank,
         )
-        attempt.started = attempt.progress.updated
-        own.attempts.append(attempt)
+        own = Manifest(
+            run_id=run,
+            name=storable(name),
+            created=clock.unix_time(),
+            groups=dict(groups or {}),
+            overrides={monitor: dict(fields) for monitor, fields in (overrides or {}).items()},
+            attempts=[attempt],
+        )
         entry, part_reason = enter(
             Path(path), own, step_offset, launch=run_id, join_timeout=join_timeout,
             otherwise=otherwise, resume=resume, numbered=numbered, share=share,
@@ -225,22 +220,14 @@ class RunWriter:
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Close the run; after an error discard it."""
-        if error is None:
-            self.close()
-        else:
-            self.discard()
-
-    @property
-    def expected_fingerprint(self) -> Fingerprint | None:
-        """The fingerprint that the model of a resumed run must have; None where none is expected."""
-        return self._entry.earlier
+        self.close() if error is None else self.discard()
 
     def fingerprint(self, fingerprint: Fingerprint) -> None:
         """Store the fingerprint of this rank, replacing an earlier one."""
         if self._off():
             return
-        with self._disk, self._losing():
-            self._entry.set_fingerprint(fingerprint)
+        with self._disk:
+            self._try(lambda: self._entry.set_fingerprint(fingerprint))
 
     def parameter_table(self, parameters: tuple[ParameterRecord, ...]) -> int:
         """Return the id of a table of parameters; an equal table has the same id."""
@@ -253,19 +240,16 @@ class RunWriter:
                 return table
             if len(self._recent) >= RECENT_TABLES:
                 self._recent.clear()
-            known = self._tables.get(parameters)
-            if known is not None:
-                self._recent[id(parameters)] = (parameters, known)
-                return known
-            names = [p.name for p in parameters]
-            if len(set(names)) != len(names):
-                twice = next(n for n in names if names.count(n) > 1)
-                raise ValueError(f"the parameter table names {twice!r} twice; every row needs one of its own")
-            table = len(self._tables) + 1
-            self._tables[parameters] = table
+            table = self._tables.get(parameters, 0)
+            if not table:
+                names = [p.name for p in parameters]
+                if len(set(names)) != len(names):
+                    twice = next(n for n in names if names.count(n) > 1)
+                    raise ValueError(f"the parameter table names {twice!r} twice; every row needs its own")
+                table = self._tables[parameters] = len(self._tables) + 1
+                self._sizes[table] = np.array([p.numel for p in parameters], dtype=np.int64)
+                self._batch.tables.append((table, codec.encode_row(parameters)))
             self._recent[id(parameters)] = (parameters, table)
-            self._sizes[table] = np.array([p.numel for p in parameters], dtype=np.int64)
-            self._batch.tables.append((table, codec.encode_row(parameters)))
             return table
 
     def append(
@@ -306,7 +290,7 @@ class RunWriter:
                 if (known := self._names.get((source, name))) is None:
                     known = self._names[source, name] = len(self._names) + 1
                     self._batch.names.append((known, storable(source), storable(name)))
-                if self._fits("scalar", SCALAR_BYTES):
+                if self._fits("scalar", database.SCALAR_BYTES):
                     self._batch.scalars.append((known, int(step), float(value)))
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
@@ -316,6 +300,8 @@ class RunWriter:
         text = codec.encode_row(payload)
         with self._buffers:
             if self._fits("event", len(text)):
+                if kind == EVALUATED:
+                    self._evaluated = dict(payload)
                 self._batch.events.append((step, clock.unix_time(), storable(kind), text))
 
     def finding(self, finding: Finding) -> None:
@@ -324,6 +310,7 @@ class RunWriter:
             return
         with self._buffers:
             self._batch.findings.append((clock.unix_time(), codec.encode_row(finding)))
+            self._findings.append(finding)
         self.flush()
 
     def array(
@@ -343,7 +330,7 @@ class RunWriter:
             size = np.asarray(values).nbytes
             if not self._budget.fits(self._arrays.pending_bytes + size):
                 with self._buffers:
-                    self._dropped[f"array {name}"] = self._dropped.get(f"array {name}", 0) + 1
+                    self._drop(f"array {name}")
                 return
             self._arrays.add(storable(name), step, values, dims, storable(unit), encoding)
             full = self._arrays.pending_bytes > MAX_BUFFERED_BYTES
@@ -354,11 +341,17 @@ class RunWriter:
         """Store a file that findings cite; return its path below the run directory, empty if lost."""
         if self._off():
             return ""
-        path: Path | None = None
-        with self._disk, self._losing():
-            path = write_evidence(self._entry.folder, name, data)
-            self._evidence_bytes += path.stat().st_size
-        return "" if path is None else path.relative_to(self.path).as_posix()
+        with self._disk:
+            try:
+                path = write_evidence(self._entry.folder, name, data)
+                self._evidence_bytes += path.stat().st_size
+                return path.relative_to(self.path).as_posix()
+            except OSError as error:
+                with self._buffers:
+                    self._drop(f"evidence {storable(name)}")
+                if database.is_permanent(error):
+                    self._lose(f"{self.path}: {database.reason_of(error, self._db)}")
+        return ""
 
     def reach(self, step: int) -> None:
         """Note the last step that was taken, recorded or not; published with the next flush."""
@@ -377,40 +370,40 @@ class RunWriter:
                 batch, self._batch = self._batch, Batch()
                 dropped, self._dropped = self._dropped, {}
             if dropped:
-                text = codec.encode_row({"rows": dropped, "reason": "disk too slow, or max_disk reached"})
-                batch.events.append((None, clock.unix_time(), NOT_STORED, text))
-            with self._losing():
-                if not batch:
-                    self._db.check_exists()
-                elif not self._write(batch):
-                    return
-                wrote_arrays = self._arrays.flush()
-                if batch or wrote_arrays:
-                    self._entry.update(self._last_rows(), batch.last_step())
-                self.progress.stored = self.progress.step
-                self._entry.publish_if_due()
-                self._watch_size()
+                what = {"rows": dropped, "reason": "slow or failing disk, or max_disk reached"}
+                batch.events.append((None, clock.unix_time(), NOT_STORED, codec.encode_row(what)))
+            self._try(lambda: self._write(batch))
 
     def flush_all(self) -> None:
         """Flush, and try again what the disk refused, until it is written or counts as lost."""
         self.flush()
-        while self._batch and not self._off():
+        while self._failures and not self._off():
             self.flush()
 
-    def _write(self, batch: Batch) -> bool:
-        """Write a batch; return False where that failed and the rows wait for the next flush."""
+    def _write(self, batch: Batch) -> None:
+        """Write what waits; rows that fail wait for the next flush, which uses a new connection."""
         try:
-            self._db.write(batch, self._sizes)
-        except sqlite3.Error as error:
-            self._failures += 1
-            if self._failures > MAX_FAILURES or is_permanent(error):
-                raise
-            self._db.reopen()
-            with self._buffers:
-                self._batch = batch.followed_by(self._batch)
-            return False
+            if self._failures:
+                self._db.reopen()
+            if batch:
+                self._db.write(batch, self._sizes)
+                names = self._loss_names
+                names |= {i: name for i, source, name in batch.names if is_loss(name, source)}
+                self._losses |= {names[i]: value for i, _, value in batch.scalars if i in names}
+            else:
+                self._db.check_exists()
+        except Exception as error:
+            if not isinstance(error, database.UnpublishedError):
+                with self._buffers:
+                    self._batch = batch.followed_by(self._batch)
+            raise
+        wrote_arrays = self._arrays.flush()
+        if batch or wrote_arrays:
+            self._entry.update(self._last_rows(), batch.last_step())
+        self.progress.stored = self.progress.step
+        self._entry.publish_if_due()
+        self._watch_size()
         self._failures = 0
-        return True
 
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
         """Flush, publish how the attempt ended, and close the files; further calls do nothing."""
@@ -421,19 +414,23 @@ class RunWriter:
             if self._closed:
                 return
             self._closed = True
-            with self._losing():
-                if self._arrays.begin_finish():
-                    # First stated, then compressed: a smaller file than stated would read as a loss.
-                    self._entry.update(self._last_rows())
-                    self._entry.publish()
-                    self._arrays.finish()
-            with self._losing():
-                self._db.close()
-                if self.lost is None:
-                    self._entry.progress.local = ""
-                    self._entry.update(self._last_rows())
-            with self._losing():
-                self._entry.end(status)
+            self._try(self._finish_arrays, again=True)
+            self._try(self._close_database)
+            summary = Summary.of(self._findings, self._evaluated, self._losses)
+            self._try(lambda: self._entry.end(status, summary), again=True)
+
+    def _finish_arrays(self) -> None:
+        if self._arrays.begin_finish():
+            # First stated, then compressed: a smaller file than stated would read as a loss.
+            self._entry.update(self._last_rows())
+            self._entry.publish()
+            self._arrays.finish()
+
+    def _close_database(self) -> None:
+        self._db.close()
+        if self.lost is None:
+            self._entry.progress.local = ""
+            self._entry.update(self._last_rows())
 
     def discard(self) -> None:
         """Remove this attempt unless it is closed; a run from before is as it was. Raises nothing."""
@@ -452,48 +449,51 @@ class RunWriter:
 
     def _fits(self, what: str, size: int) -> bool:
         if self._batch.bytes + size > MAX_BUFFERED_BYTES:
-            self._dropped[what] = self._dropped.get(what, 0) + 1
+            self._drop(what)
             return False
         self._batch.bytes += size
         return True
 
+    def _drop(self, what: str) -> None:
+        self._dropped[what] = self._dropped.get(what, 0) + 1
+
     def _last_rows(self) -> dict[str, dict[str, int]]:
         arrays = {f"{ARRAYS}/{name}": size for name, size in self._arrays.files().items()}
-        rows: dict[str, dict[str, int]] = {**self._db.published, **arrays}
-        return {f"{self._entry.folder.name}/{name}": last for name, last in rows.items()}
+        return {f"{self._entry.folder.name}/{n}": last for n, last in (self._db.published | arrays).items()}
 
     def _watch_size(self) -> None:
         used = self._before + self._db.size() + self._arrays.size() + self._evidence_bytes
-        first = self._budget.stride == 1
+        is_first = self._budget.stride == 1
         if not self._budget.update(used):
             return
         stride, limit = self._budget.stride, self._budget.limit
         what = f"every {stride}th recorded step" if stride else "nothing more"
         payload = {"bytes": used, "limit": limit, "stride": stride, "keeps": what}
         self.event(max(self._entry.progress.step, 0), DISK_LIMIT, payload)
-        if first and self._on_limit is not None:
+        if is_first:
             with suppressed():
                 self._on_limit(f"{self.path}: {used} of {limit} bytes used; {what} is stored")
 
-    @contextmanager
-    def _losing(self) -> Iterator[None]:
-        """Turn any error of the disk into a loss that is reported once."""
+    def _try(self, write: Callable[[], None], *, again: bool = False) -> None:
+        """Call ``write``; turn an error of the disk that is permanent, or goes on, into a loss."""
         try:
-            yield
+            write()
         except Exception as error:
             if is_interrupt(error):
                 raise
-            self._lose(f"{self.path}: {reason_of(error, self._db)}")
+            self._failures += 1
+            if self._failures > database.MAX_FAILURES or database.is_permanent(error):
+                self._lose(f"{self.path}: {database.reason_of(error, self._db)}")
+            if again and self.lost is None:
+                self._try(write, again=True)
 
     def _lose(self, reason: str) -> None:
         if self.lost is not None:
             return
-        self.lost = reason
+        self.lost = self._entry.progress.lost = reason
         with self._buffers:
             self._batch = Batch()
-        self._entry.progress.lost = reason
         with suppressed():
             self._entry.publish()
-        if self._on_lost is not None:
-            with suppressed():
-                self._on_lost(reason)
+        with suppressed():
+            self._on_lost(reason)
