@@ -21,6 +21,7 @@ from backlight.store.export import (
     publish_files,
     record_batches,
     schema_of,
+    write_parquet,
     write_rows,
 )
 from backlight.store.read.run import Run
@@ -172,7 +173,8 @@ def write(result: QueryResult, target: Path, *, overwrite: bool = False, raw: bo
     """
     check_target(target, TABLE_ENDINGS, "use .parquet or .csv")
     is_csv = target.suffix.lower() == ".csv"
-    writer = partial(_write_csv, result, raw=raw) if is_csv else partial(_write_parquet, result)
+    parquet = partial(write_parquet, schema=result.reader.schema, batches=result.reader)
+    writer = partial(_write_csv, result, raw=raw) if is_csv else parquet
     publish_files({target: writer}, overwrite=overwrite)
     return target
 
@@ -180,14 +182,6 @@ def write(result: QueryResult, target: Path, *, overwrite: bool = False, raw: bo
 def _write_csv(result: QueryResult, path: Path, *, raw: bool) -> None:
     with path.open("x", encoding="utf-8", newline="") as file:
         print_csv(result, file, raw=raw)
-
-
-def _write_parquet(result: QueryResult, path: Path) -> None:
-    import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
-
-    with path.open("xb") as file, pq.ParquetWriter(file, result.reader.schema) as writer:
-        for batch in result.reader:
-            writer.write_batch(batch)
 
 
 def print_csv(result: QueryResult, file: TextIO = sys.stdout, *, raw: bool = False) -> None:

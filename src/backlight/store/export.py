@@ -156,7 +156,9 @@ def _writers(tables: Mapping[Path, Table], *, raw: bool) -> dict[Path, Callable[
     def writer(path: Path, table: Table) -> Callable[[Path], None]:
         if path.suffix.lower() == ".csv":
             return lambda temporary: _write_csv(temporary, table, raw=raw)
-        return lambda temporary: _write_parquet(temporary, table)
+        return lambda temporary: write_parquet(
+            temporary, schema_of(table), record_batches(table, table.names)
+        )
 
     return {path: writer(path, table) for path, table in tables.items()}
 
@@ -193,11 +195,12 @@ def _fields(column: npt.NDArray[Any]) -> list[Any]:
     return out
 
 
-def _write_parquet(path: Path, table: Table) -> None:
+def write_parquet(path: Path, schema: Any, batches: Iterable[Any]) -> None:
+    """Write record batches of Arrow to a new Parquet file."""
     import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
 
-    with path.open("xb") as file, pq.ParquetWriter(file, schema_of(table)) as writer:
-        for batch in record_batches(table, table.names):
+    with path.open("xb") as file, pq.ParquetWriter(file, schema) as writer:
+        for batch in batches:
             writer.write_batch(batch)
 
 

@@ -6,7 +6,8 @@ asked for, and only the requested columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -59,6 +60,9 @@ class Table:
         """Names of the columns."""
         return tuple(column.name for column in self.columns)
 
+
+Fields = Mapping[TableColumn, str | Callable[[Any], Any]]
+"""Columns with the attribute of a record, or the function of it, that gives their cell; None for no value."""
 
 _STEP = TableColumn("step", INTEGER, "step", "optimizer step over all attempts")
 _ATTEMPT = TableColumn("attempt", INTEGER, "", "number of the start of the run")
@@ -208,105 +212,77 @@ def scalars_table(run: Run) -> Table:
 
 
 def _events_table(run: Run) -> Table:
-    columns = (
-        _STEP,
-        _ATTEMPT,
-        _RANK,
-        TableColumn("time", FLOAT, "s", "Unix time"),
-        TableColumn("kind", TEXT),
-        TableColumn("payload", TEXT, "", "a JSON object"),
-    )
-
-    def rows() -> Iterator[tuple[Any, ...]]:
-        for e in run.events():
-            yield e.step, e.attempt, e.rank, e.time, e.kind, codec.encode(dict(e.payload))
-
-    return _listed("events", "one row per event", columns, rows)
+    columns: Fields = {
+        _STEP: "step",
+        _ATTEMPT: "attempt",
+        _RANK: "rank",
+        TableColumn("time", FLOAT, "s", "Unix time"): "time",
+        TableColumn("kind", TEXT): "kind",
+        TableColumn("payload", TEXT, "", "a JSON object"): "payload",
+    }
+    return _listed("events", "one row per event", columns, run.events)
 
 
 def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
     """Return the table of the findings that ``findings`` returns when its rows are read."""
-    columns = (
-        TableColumn("rule", TEXT),
-        TableColumn("severity", TEXT, "", "info, warning or error"),
-        TableColumn("monitor", TEXT),
-        TableColumn("title", TEXT),
-        TableColumn("detail", TEXT),
-        _PARAMETER,
-        TableColumn("module", TEXT),
-        _STEP,
-        _RANK,
-        TableColumn("line", TEXT),
-        TableColumn("verdict", TEXT),
-        TableColumn("phase", TEXT),
-        TableColumn("evidence", TEXT, "", "a JSON list"),
-        TableColumn("fix", TEXT),
-        TableColumn("refuted_if", TEXT),
-        TableColumn("version", INTEGER, "", "of the rule"),
-        TableColumn("made", TEXT, "", "live or by a reader"),
-    )
-
-    def rows() -> Iterator[tuple[Any, ...]]:
-        for f in findings():
-            s = f.subject
-            subject = (s.parameter, s.module, s.step, s.rank, s.line, s.verdict, s.phase)
-            evidence = codec.encode(f.evidence)
-            yield (
-                f.rule, f.severity.value, f.monitor, f.title, f.detail, *subject, evidence, f.fix,
-                f.refuted_if, f.version, f.made.value,
-            )  # fmt: skip
-
-    return _listed("findings", "one row per finding", columns, rows)
+    columns: Fields = {
+        TableColumn("rule", TEXT): "rule",
+        TableColumn("severity", TEXT, "", "info, warning or error"): "severity",
+        TableColumn("monitor", TEXT): "monitor",
+        TableColumn("title", TEXT): "title",
+        TableColumn("detail", TEXT): "detail",
+        _PARAMETER: "subject.parameter",
+        TableColumn("module", TEXT): "subject.module",
+        _STEP: "subject.step",
+        _RANK: "subject.rank",
+        TableColumn("line", TEXT): "subject.line",
+        TableColumn("verdict", TEXT): "subject.verdict",
+        TableColumn("phase", TEXT): "subject.phase",
+        TableColumn("evidence", TEXT, "", "a JSON list"): "evidence",
+        TableColumn("fix", TEXT): "fix",
+        TableColumn("refuted_if", TEXT): "refuted_if",
+        TableColumn("version", INTEGER, "", "of the rule"): "version",
+        TableColumn("made", TEXT, "", "live or by a reader"): "made",
+    }
+    return _listed("findings", "one row per finding", columns, findings)
 
 
 def _parameters_table(run: Run) -> Table:
-    columns = (
-        _PARAMETER,
-        TableColumn("shape", TEXT, "", "as 64x32"),
-        TableColumn("numel", INTEGER),
-        TableColumn("dtype", TEXT),
-        TableColumn("device", TEXT),
-        TableColumn("requires_grad", BOOLEAN),
-        TableColumn("module", TEXT),
-        TableColumn("module_type", TEXT),
-        TableColumn("group", TEXT, "", "optimizer/group, null where no optimizer holds it"),
-        TableColumn("aliases", TEXT, "", "a JSON list of further names of the same tensor"),
-        TableColumn("layout", TEXT, "", "whole, shard, replicate or partial"),
-        TableColumn("unmeasured", TEXT, "", "why no gradient can be expected, else null"),
-    )
-
-    def rows() -> Iterator[tuple[Any, ...]]:
-        for p in run.parameters():
-            shape = "x".join(map(str, p.placement.global_shape or p.shape))
-            yield (
-                p.name, shape, p.numel, p.dtype, p.device, p.requires_grad, p.module, p.module_type,
-                p.group or None, codec.encode(p.aliases), p.placement.layout.value,
-                p.unmeasured or None,
-            )  # fmt: skip
-
-    return _listed("parameters", "one row per parameter", columns, rows)
+    columns: Fields = {
+        _PARAMETER: "name",
+        TableColumn("shape", TEXT, "", "as 64x32"): lambda p: "x".join(
+            map(str, p.placement.global_shape or p.shape)
+        ),
+        TableColumn("numel", INTEGER): "numel",
+        TableColumn("dtype", TEXT): "dtype",
+        TableColumn("device", TEXT): "device",
+        TableColumn("requires_grad", BOOLEAN): "requires_grad",
+        TableColumn("module", TEXT): "module",
+        TableColumn("module_type", TEXT): "module_type",
+        TableColumn("group", TEXT, "", "optimizer/group, null where no optimizer holds it"): lambda p: (
+            p.group or None
+        ),
+        TableColumn("aliases", TEXT, "", "a JSON list of further names of the same tensor"): "aliases",
+        TableColumn("layout", TEXT, "", "whole, shard, replicate or partial"): "placement.layout",
+        TableColumn("unmeasured", TEXT, "", "why no gradient can be expected, else null"): lambda p: (
+            p.unmeasured or None
+        ),
+    }
+    return _listed("parameters", "one row per parameter", columns, run.parameters)
 
 
 def _attempts_table(run: Run) -> Table:
-    columns = (
-        _ATTEMPT,
-        TableColumn("step_offset", INTEGER, "step", "number of its first step"),
-        TableColumn("status", TEXT),
-        TableColumn("started", FLOAT, "s", "Unix time"),
-        TableColumn("ended", FLOAT, "s", "Unix time, null where not known"),
-        TableColumn("world_size", INTEGER),
-        TableColumn("script", TEXT),
-        TableColumn("arguments", TEXT, "", "a JSON list"),
-    )
-
-    def rows() -> Iterator[tuple[Any, ...]]:
-        for a in run.attempts:
-            arguments = codec.encode(a.argv)
-            yield (
-                a.index, a.step_offset, a.status.value, a.started, a.ended, a.world_size, a.script, arguments
-            )  # fmt: skip
-
-    return _listed("attempts", "one row per start of the run", columns, rows)
+    columns: Fields = {
+        _ATTEMPT: "index",
+        TableColumn("step_offset", INTEGER, "step", "number of its first step"): "step_offset",
+        TableColumn("status", TEXT): "status",
+        TableColumn("started", FLOAT, "s", "Unix time"): "started",
+        TableColumn("ended", FLOAT, "s", "Unix time, null where not known"): "ended",
+        TableColumn("world_size", INTEGER): "world_size",
+        TableColumn("script", TEXT): "script",
+        TableColumn("arguments", TEXT, "", "a JSON list"): "argv",
+    }
+    return _listed("attempts", "one row per start of the run", columns, lambda: run.attempts)
 
 
 _DIRECTION_COLUMNS: Mapping[str, str] = MappingProxyType(
@@ -392,20 +368,24 @@ _EMPTY: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-def _listed(
-    name: str, meaning: str, columns: tuple[TableColumn, ...], rows: Callable[[], Iterator[tuple[Any, ...]]]
-) -> Table:
-    """Return a table of one chunk whose rows are given as tuples, None where there is no value."""
+def _listed(name: str, meaning: str, columns: Fields, rows: Callable[[], Iterable[Any]]) -> Table:
+    """Return a table of one chunk with a row for each record that ``rows`` returns."""
 
-    def chunks(_wanted: Collection[str]) -> Iterator[Chunk]:
-        listed = list(rows())
+    def chunks(wanted: Collection[str]) -> Iterator[Chunk]:
+        records = list(rows())
         out: Chunk = {}
-        for i, column in enumerate(columns):
-            empty, kind = _EMPTY[column.kind]
-            values = np.empty(len(listed), dtype=kind)
-            cells = [empty if row[i] is None else row[i] for row in listed]
-            values[:] = [storable(cell) for cell in cells] if column.kind == TEXT else cells
-            out[column.name] = _masked(values, np.array([row[i] is None for row in listed], dtype=bool))
+        for column, of in columns.items():
+            if column.name in wanted:
+                cells = list(map(operator.attrgetter(of) if isinstance(of, str) else of, records))
+                empty, kind = _EMPTY[column.kind]
+                values = np.empty(len(cells), dtype=kind)
+                full = [empty if cell is None else cell for cell in cells]
+                values[:] = [_text(cell) for cell in full] if column.kind == TEXT else full
+                out[column.name] = _masked(values, np.array([cell is None for cell in cells], dtype=bool))
         yield out
 
-    return Table(name, meaning, columns, chunks)
+    return Table(name, meaning, tuple(columns), chunks)
+
+
+def _text(value: Any) -> str:
+    return storable(value) if isinstance(value, str) else codec.encode(value)

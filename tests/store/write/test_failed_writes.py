@@ -133,7 +133,7 @@ def test_failed_file_is_written_with_the_next_flush(
         sync(path)
 
     monkeypatch.setattr(atomic_files, "sync_file", failing)
-    writer.fingerprint(Fingerprint(backlight="1"))
+    writer.fingerprint(Fingerprint(script="train.py"))
     writer.array("gram", 0, np.arange(3.0))
     for step in range(8):
         record(writer, step)
