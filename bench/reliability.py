@@ -212,7 +212,7 @@ Threads of backlight block all signals, and `threading.enumerate()` lists none o
 
 A fork of the script waits while another thread is inside of a call of SQLite that is backlight's, for 5 s
 at most: a child never inherits a lock of SQLite's allocator that no thread would release
-(`tests/store/platform/test_connections.py`). Locks are held for a call, never for a transaction. The same
+(`tests/store/test_connections.py`). Locks are held for a call, never for a transaction. The same
 holds for HDF5. With a thread that reads the run meanwhile, `pytest tests/exits/test_forks.py` forks 100
 children that use SQLite, with `-m full` 5,000: none was stuck, and 3 of 38 were before.
 
