@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,48 +103,44 @@ class Index:
 
 
 class ParquetFile:
-    """A Parquet file, read by column and row group; ``path`` is for messages where ``source`` is open."""
+    """A Parquet file, of which row groups are read where they may hold what is asked for.
+
+    ``path`` is for messages where ``source`` is open.
+    """
 
     def __init__(self, path: Path, size: int, source: Any = None) -> None:
         self.path = path
         try:
-            import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
+            import pyarrow.dataset as ds  # noqa: PLC0415 - an optional library
+            from pyarrow import fs  # noqa: PLC0415 - as above
         except ImportError:
             raise RunFormatError(
                 f"{path}: reading a compacted run needs pyarrow, which is not installed: "
                 "pip install 'backlight[parquet]'"
             ) from None
+        options = ds.ParquetFragmentScanOptions(page_checksum_verification=True, pre_buffer=True)
+        layout = ds.ParquetFileFormat(default_fragment_scan_options=options)
         with self._reading():
-            self._file: Any = pq.ParquetFile(
-                path if source is None else source, page_checksum_verification=True, pre_buffer=True
-            )
+            local = fs.LocalFileSystem() if source is None else None
+            self._file: Any = layout.make_fragment(source or str(path), local)
             footer: Any = self._file.metadata
-            self._groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
-            rows = [group.num_rows for group in self._groups]
+            rows = [footer.row_group(i).num_rows for i in range(footer.num_row_groups)]
             if min(rows, default=0) < 0 or max(rows, default=0) > MAX_CLAIMED_ROWS:
                 raise ValueError(f"a row group claims {max(rows, key=abs)} rows")
             if sum(rows) > max(FREE_ROWS, MAX_ROWS_PER_BYTE * size):
                 raise ValueError(f"{size} bytes claim {sum(rows)} rows")
-        self._bounds: dict[str, tuple[npt.NDArray[Any], npt.NDArray[Any]]] = {}
 
-    def groups(self, **between: tuple[Any, Any]) -> list[int]:
-        """Return the row groups that may hold rows with columns ``between`` two values, both included."""
-        if not self._groups:
-            return []  # extremes of nothing have no type that could be compared
-        kept = np.ones(len(self._groups), dtype=bool)
-        for column, (low, high) in between.items():
-            least, most = self._extremes(column)
-            kept &= (least <= high) & (most >= low)
-        return [int(i) for i in np.flatnonzero(kept)]
+    def read(self, columns: Sequence[str], **between: tuple[Any, Any]) -> Any:
+        """Return columns as ``pyarrow.Table``, of rows with others ``between`` two values, both included."""
+        import pyarrow.dataset as ds  # noqa: PLC0415 - an optional library
 
-    def read(self, columns: Sequence[str], groups: Sequence[int] | None = None) -> Any:
-        """Return columns of the chosen row groups, or of all, as ``pyarrow.Table``."""
-        chosen = range(len(self._groups)) if groups is None else groups
+        bounds = [(ds.field(c) >= low) & (ds.field(c) <= high) for c, (low, high) in between.items()]
         with self._reading():
-            missing = [c for c in columns if c not in self._file.schema_arrow.names]
+            missing = [c for c in (*columns, *between) if c not in self._file.physical_schema.names]
             if missing:
                 raise ValueError(f"it has no column {missing[0]!r}")
-            return self._file.read_row_groups(list(chosen), columns=list(columns))
+            chosen = functools.reduce(operator.and_, bounds) if bounds else None
+            return self._file.to_table(columns=list(columns), filter=chosen)
 
     def numbers(self, table: Any, column: str, kind: str) -> npt.NDArray[Any]:
         """Return a column as numbers of a dtype, or refuse another type and missing values."""
@@ -158,17 +155,6 @@ class ParquetFile:
         """Return the error of a file whose content is not what it must be."""
         reason = str(problem).strip().partition("\n")[0]
         return RunFormatError(f"{self.path}: is damaged: {reason}; restore it from a copy of the run")
-
-    def _extremes(self, column: str) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return the smallest and largest value of a column in each row group."""
-        if column not in self._bounds:
-            with self._reading():
-                at = self._file.schema_arrow.names.index(column)
-                found = [group.column(at).statistics for group in self._groups]
-                if not all(one is not None and one.has_min_max for one in found):
-                    raise ValueError(f"column {column!r} has no statistics")
-                self._bounds[column] = np.array([s.min for s in found]), np.array([s.max for s in found])
-        return self._bounds[column]
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
@@ -240,7 +226,7 @@ class ColumnarDataset:
         if file is None or not P:
             return np.zeros(0, np.int64)
         chosen = {} if part is None else {"part": (part, part)}
-        table = file.read(["step"], file.groups(rank=(rank.rank, rank.rank), **chosen))
+        table = file.read(["step"], rank=(rank.rank, rank.rank), **chosen)
         return np.unique(file.numbers(table, "step", "int64")[::P])
 
     def parts(self, series: str, rank: RankIndex) -> list[int]:
@@ -248,7 +234,7 @@ class ColumnarDataset:
         file = self._file(series)
         if file is None:
             return []
-        table = file.read(["part"], file.groups(rank=(rank.rank, rank.rank)))
+        table = file.read(["part"], rank=(rank.rank, rank.rank))
         return [int(part) for part in np.unique(file.numbers(table, "part", "int64"))]
 
     def scalar(self, source: str, name: str) -> Mapping[int, Logged]:
@@ -258,14 +244,10 @@ class ColumnarDataset:
         return self._scalars[source, name]
 
     def _read_scalar(self, source: str, name: str) -> dict[int, Logged]:
-        import pyarrow.compute as pc  # noqa: PLC0415 - an optional library
-
         file = self._file("scalars")
         if file is None:
             return {}
-        groups = file.groups(name=(name, name), source=(source, source))
-        table = file.read(["rank", "source", "name", "step", "value"], groups)
-        table = table.filter(pc.and_(pc.equal(table["source"], source), pc.equal(table["name"], name)))
+        table = file.read(["rank", "step", "value"], name=(name, name), source=(source, source))
         rank_N, step_N, value_N = (file.numbers(table, c, _TYPES[c]) for c in ("rank", "step", "value"))
         cuts = np.flatnonzero(np.diff(rank_N)) + 1
         parts = zip(*(np.split(column, cuts) for column in (rank_N, step_N, value_N)), strict=True)
@@ -286,10 +268,9 @@ class ColumnarDataset:
         file = self._file("tables")
         if file is None:
             return {}
-        table = file.read(["rank", "id", "json"], file.groups(rank=(rank, rank)))
-        rows = zip(*(table[c].to_pylist() for c in ("rank", "id", "json")), strict=True)
+        table = file.read(["id", "json"], rank=(rank, rank))
         try:
-            return {i: table_of(text) for owner, i, text in rows if owner == rank}
+            return {i: table_of(text) for i, text in zip(*table.to_pydict().values(), strict=True)}
         except (ValueError, TypeError, RecursionError) as error:
             raise file.damaged(error) from None
 
@@ -413,7 +394,7 @@ def _grid(
         between["rank"] = rank, rank
     masks = ["measured"] if rank is not None else ["measured", "any_rank"]
     integers = {c.name for c in SERIES[file.path.stem.removesuffix(JOINED)].columns if c.integer}
-    table = file.read(list(dict.fromkeys(["step", *masks, *columns])), file.groups(**between))
+    table = file.read(list(dict.fromkeys(["step", *masks, *columns])), **between)
     P = len(axis)
     if table.num_rows % max(P, 1):
         raise file.damaged(f"{table.num_rows} rows are no steps of {P} parameters")
@@ -429,11 +410,6 @@ def _grid(
     mask = {c: shaped(c, "bool") for c in masks}
     if "measured" in columns:
         found["measured"] = mask["measured"].astype(np.int64)
-    if window is not None:
-        inside = (steps >= window[0]) & (steps < window[1])
-        steps = steps[inside]
-        found = {c: values[inside] for c, values in found.items()}
-        mask = {c: values[inside] for c, values in mask.items()}
     if tuple(axis) != tuple(names):
         at_P = np.array([names.index(name) for name in axis], dtype=np.int64)
         void = _void(columns, steps, names, integers)
