@@ -199,9 +199,9 @@ def test_rows_in_the_log_of_a_killed_run_survive_a_hostile_journal(
 MOMENTS = {
     compact_module: (
         "refuse_links", "locked", "_compact", "open_attempt", "_refuse_running", "_compact_attempt", "_sweep",
-        "_merge_logs", "_pieces", "write_piece", "_to_columns", "write_dataset", "_remove_replaced",
-        "_finish",
+        "_merge_logs", "_pieces", "write_piece", "_to_columns", "_remove_replaced", "_finish",
     ),
+    columnar: ("write_dataset",),
     columnar._Conversion: ("run", "_lists", "_verify"),
     atomic_files: ("copy", "replacing", "temporary_name", "sync_file", "publish"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Arrays in closed HDF5 pieces: layout, buffered writing, compression, and reading without trusting the file.
+"""Files next to a database: arrays in closed HDF5 pieces, read without trusting them, and evidence.
 
 A piece holds one group per (name, shape, type, unit, dims, encoding), called ``a0``, ``a1``, …, with the
 datasets ``steps`` ``[S]`` and ``values`` ``[S, …]`` and the attributes ``name`` (as a JSON string, because

@@ -43,6 +43,15 @@ from backlight.store.format.schema import checksum
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
+Sizes = Mapping[int, npt.NDArray[np.int64]]
+"""Sizes of the parameters, by the id of their table."""
+
+Row = tuple[int, int, int, npt.NDArray[np.float64], npt.NDArray[np.int64]]
+"""Part, step, id of the parameter table, floats ``[P, F]``, integers ``[P, I]``."""
+
+MAX_BLOCK_VALUES = 2**17
+"""Numbers in a row of a series, unless one step has more: it is read as a whole."""
+
 _WIDTHS = {"f": 4, "d": 8, "b": 1, "h": 2, "i": 4, "q": 8}
 _LETTERS = {"f": "cfd", "i": "cnbhiq"}
 """Letters that a column of floats or of integers may have."""
@@ -305,18 +314,6 @@ def _rows(
     scalar: int, kind: int, steps: npt.NDArray[np.int64], values: npt.NDArray[Any]
 ) -> list[LoggedValues]:
     return [LoggedValues(np.full(len(steps), scalar + kind * BY_SOURCE), steps, values.astype(float))]
-
-
-Sizes = Mapping[int, npt.NDArray[np.int64]]
-"""Sizes of the parameters, by the id of their table."""
-
-
-Row = tuple[int, int, int, npt.NDArray[np.float64], npt.NDArray[np.int64]]
-"""Part, step, id of the parameter table, floats ``[P, F]``, integers ``[P, I]``."""
-
-
-MAX_BLOCK_VALUES = 2**17
-"""Numbers in a row of a series, unless one step has more: it is read as a whole."""
 
 
 def sealed(table: str, row: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 
 from backlight import atomic_files, codec
 from backlight.series import SERIES, SeriesSchema
@@ -38,11 +40,8 @@ MIN_GROUP_ROWS = 100_000
 MAX_TABLE_BYTES = 8_000_000
 """The same for the text of parameter tables."""
 
-Advance = Callable[[int, int], object]
-"""Called with how many of how many files were read."""
 
-
-def write_dataset(opened: AttemptFiles, every: int | None, advance: Advance) -> Path:
+def write_dataset(opened: AttemptFiles, every: int | None, advance: Callable[[int, int], object]) -> Path:
     """Write, verify and publish the dataset of an attempt; return its folder.
 
     Raises
@@ -72,7 +71,9 @@ def write_dataset(opened: AttemptFiles, every: int | None, advance: Advance) -> 
 class _Conversion:
     """One dataset while it is written: ``digests`` are those of the row groups of each file."""
 
-    def __init__(self, opened: AttemptFiles, folder: Path, every: int | None, advance: Advance) -> None:
+    def __init__(
+        self, opened: AttemptFiles, folder: Path, every: int | None, advance: Callable[[int, int], object]
+    ) -> None:
         self.opened = opened
         self.folder = folder
         self.every = every
@@ -151,8 +152,6 @@ class _Conversion:
         self, name: str, columns: Sequence[str], schema: SeriesSchema
     ) -> Iterator[Callable[[int | None, int, Sequence[str], Block], None]]:
         """Yield a function that writes a block of steps as one row group."""
-        import pyarrow as pa  # noqa: PLC0415 - an optional library
-
         text = pa.dictionary(pa.int32(), pa.string())
         is_joined = name.endswith(JOINED)
         fields = [pa.field(c, pa.int64(), nullable=False) for c in ("rank", "part", "step")[is_joined:]]
@@ -182,8 +181,6 @@ class _Conversion:
 
     @contextlib.contextmanager
     def _file(self, name: str, layout: Any, floats: Sequence[str] = ()) -> Iterator[Callable[[Any], None]]:
-        import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
-
         digests = self.digests.setdefault(name, [])
         with (
             (self.folder / f"{name}.parquet").open("xb") as file,
@@ -206,8 +203,6 @@ class _Conversion:
 
     def _rows(self, name: str, kinds: Mapping[str, Any], rows: Iterator[tuple[Any, ...]]) -> None:
         """Write a small table of all ranks, of which a row group holds about as many rows or as much text."""
-        import pyarrow as pa  # noqa: PLC0415 - an optional library
-
         layout = pa.schema(list(kinds.items()))
         with self._file(name, layout) as write:
             waiting: list[tuple[Any, ...]] = []
@@ -232,8 +227,6 @@ class _Conversion:
                 flush()
 
     def _lists(self) -> None:
-        import pyarrow as pa  # noqa: PLC0415 - an optional library
-
         files = [(rank, f) for rank, mine in self.ranks.items() for f in mine]
         for rank, file in files:
             self.rows[rank]["event"] += file.last["event"]
@@ -250,8 +243,6 @@ class _Conversion:
 
     def _tables(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """Write the parameter tables; return, of each rank, ids and positions of their lists of names."""
-        import pyarrow as pa  # noqa: PLC0415 - an optional library
-
         out: dict[int, tuple[tuple[int, int], ...]] = {}
 
         def rows() -> Iterator[tuple[Any, ...]]:
@@ -267,8 +258,6 @@ class _Conversion:
 
     def _scalars(self) -> dict[int, tuple[tuple[str, str], ...]]:
         """Write the scalars; return the sources and names of each rank, in the order of their first use."""
-        import pyarrow as pa  # noqa: PLC0415 - an optional library
-
         text = pa.dictionary(pa.int32(), pa.string())
         layout = pa.schema(
             [
@@ -319,8 +308,6 @@ class _Conversion:
 
     def _verify(self) -> None:
         """Read every row group again, and compare it with what was written."""
-        import pyarrow.parquet as pq  # noqa: PLC0415 - an optional library
-
         ColumnarDataset(self.folder)
         for name, digests in self.digests.items():
             path = self.folder / f"{name}.parquet"

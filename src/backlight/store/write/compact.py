@@ -20,7 +20,7 @@ import os
 import shutil
 import socket
 import sqlite3
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -60,8 +60,10 @@ from backlight.store.read.attempt_files import AttemptFiles, open_attempt
 from backlight.store.read.columnar import ColumnarRank
 from backlight.store.read.rank_file import check_identity
 from backlight.store.read.snapshot import SIDE_FILES, Snapshot, sibling, size_of
-from backlight.store.write.columnar import Advance, write_dataset
 from backlight.store.write.database import is_scratch
+
+Advance = Callable[[int, int], object]
+"""Called with how many of how many files were read."""
 
 
 @dataclass(slots=True)
@@ -241,6 +243,8 @@ def _to_columns(attempt: AttemptFiles, every: int | None, advance: Advance, resu
     elif opened.unreadable:
         reason = opened.losses[0]
     else:
+        from backlight.store.write.columnar import write_dataset  # noqa: PLC0415 - it needs pyarrow
+
         try:
             write_dataset(opened, every, advance)
         except RunFormatError as error:
