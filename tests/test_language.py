@@ -108,3 +108,72 @@ def test_user_text_has_no_banned_word() -> None:
 def test_no_module_name_is_a_gerund() -> None:
     modules = (ROOT / "src" / "backlight").rglob("*.py")
     assert not [path for path in modules if path.stem.endswith("ing") and path.stem not in NOT_GERUNDS]
+
+
+WORDS_WITHOUT_SUBJECT = frozenset({"found", "one", "known", "held", "given", "own", "said", "apart", "odd"})
+"""Names that say how a value came, not what it is."""
+
+STORED_OR_PUBLIC = {
+    "cli/doctor.py": {"found"},
+    "monitors/correctness/rules/restored_state.py": {"given"},
+    "monitors/grokking/model/verdicts.py": {"held"},
+    "trace/ranks.py": {"given"},
+}
+"""Fields by these names that are keys of events and answers."""
+
+LEFT = {"cli": 0}
+"""Bindings by these names that are left in a package: none is added, and what is renamed is taken off."""
+
+
+def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Yield line and name of every variable, parameter, attribute, function and class that a module binds."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield node.lineno, name
+            case ast.arg(arg=name) | ast.alias(asname=str(name)):
+                yield node.lineno, name
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case (
+                ast.ExceptHandler(name=str(name))
+                | ast.MatchAs(name=str(name))
+                | ast.MatchStar(name=str(name))
+            ):
+                yield node.lineno, name
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "found = 1",
+        "(one, two) = pair",
+        "for known in names: pass",
+        "[held for held in gradients]",
+        "def f(given): pass",
+        "self._own = 1",
+        "if (said := f()): pass",
+        "with f() as apart: pass",
+        "def odd(): pass",
+        "class Row:\n    found: bool",
+        "lambda one: 1",
+        "try: pass\nexcept Exception as found: pass",
+        "match x:\n    case [one, *_]: pass",
+        "from x import y as held",
+    ],
+)
+def test_bindings_are_found(code: str) -> None:
+    assert {name.strip("_") for _, name in bound_names(ast.parse(code))} & WORDS_WITHOUT_SUBJECT
+
+
+def test_variables_say_what_they_hold() -> None:
+    source = ROOT / "src" / "backlight"
+    listed: dict[str, list[str]] = {}
+    for path in sorted(source.rglob("*.py")):
+        name = path.relative_to(source).as_posix()
+        refused = WORDS_WITHOUT_SUBJECT - STORED_OR_PUBLIC.get(name, set())
+        for line, bound in bound_names(ast.parse(path.read_text(encoding="utf-8"))):
+            if bound.strip("_") in refused:
+                listed.setdefault(name.partition("/")[0], []).append(f"{name}:{line}: {bound}")
+    more = [row for package, rows in listed.items() if len(rows) > LEFT.get(package, 0) for row in rows]
+    assert not more, "name what the value is (`findings`, `parameter`, `entry`):\n" + "\n".join(more)
