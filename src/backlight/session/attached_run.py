@@ -75,7 +75,7 @@ class AttachedRun:
         self._finds_optimizers = not scope.has_optimizers and not is_script
         self._alarmed = self._attended = -1
         self._attention_rest = settings.detail
-        self.found: list[Finding] | None = None
+        self.findings: list[Finding] | None = None
         self.stopped_by: Finding | None = None
         self.sampling = Sampling(settings.every)
         self.recorder = StepRecorder(scope, self.sampling, monitors, notifier)
@@ -274,8 +274,8 @@ class AttachedRun:
                     self.removed = nothing
             writer.flush_all()
             if writer.lost is None and not self.removed:
-                self.found = final_findings(writer, failed=failed)
-        self.monitors.call("on_run_end", self.found or [], failed=failed)
+                self.findings = final_findings(writer, failed=failed)
+        self.monitors.call("on_run_end", self.findings or [], failed=failed)
         if self.removed:
             writer.discard()  # then closing it does nothing
         self.record_cost("end", clock.perf_counter() - self._ended)

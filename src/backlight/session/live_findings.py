@@ -50,17 +50,17 @@ class NewFindings:
     """
 
     def __init__(self) -> None:
-        self._known: dict[_Key, int] = {}
+        self._severities: dict[_Key, int] = {}
         self._unconfirmed: set[_Key] = set()
 
     def take(
-        self, found: Iterable[Finding], only: Collection[str] | None = None, facts: Collection[str] = ()
+        self, findings: Iterable[Finding], only: Collection[str] | None = None, facts: Collection[str] = ()
     ) -> list[Finding]:
         """Return what no earlier call returned, of the findings of all rules or ``only`` some.
 
         ``facts`` are the rules that read a fact.
         """
-        fresh = self.rest(found)
+        fresh = self.rest(findings)
         confirmed = [
             f
             for f in fresh
@@ -71,19 +71,19 @@ class NewFindings:
         self.know(confirmed)
         return confirmed
 
-    def rest(self, found: Iterable[Finding]) -> list[Finding]:
+    def rest(self, findings: Iterable[Finding]) -> list[Finding]:
         """Return the findings of the last evaluation that no earlier call returned."""
-        return [f for f in found if f.severity.rank > self._known.get(_key(f), -1)]
+        return [f for f in findings if f.severity.rank > self._severities.get(_key(f), -1)]
 
     def know(self, findings: Iterable[Finding]) -> None:
         """Take findings as known, so that no later call returns them."""
         for finding in findings:
             for key in {_key(finding), *subjects_of(finding)}:
-                self._known[key] = max(finding.severity.rank, self._known.get(key, -1))
+                self._severities[key] = max(finding.severity.rank, self._severities.get(key, -1))
 
     def knows(self, rule: str) -> bool:
         """Return whether a finding of a rule is known."""
-        return any(key[0] == rule for key in self._known)
+        return any(key[0] == rule for key in self._severities)
 
 
 def _key(finding: Finding) -> _Key:
@@ -182,7 +182,7 @@ class LiveFindings(Output):
             # Imports them, which is no part of the time from which the rest follows.
             RULES.of(self._run.settings.monitors, self._pause)
             imported = clock.thread_time()
-            found = self._found(only)
+            findings = self._evaluated(only)
         except Exception as error:  # noqa: BLE001 - a thread of its own: the training run goes on
             self._run.notifier.trouble(error, self.records, is_data=False)
             self._all_from = self._alarms_from = clock.monotonic() + PERIOD_S
@@ -194,16 +194,16 @@ class LiveFindings(Output):
             self._all_from = max(self._alarms_from, now + PERIOD_S)
         if self._is_resumed:
             self._is_resumed = False
-            self._new.know(found)
+            self._new.know(findings)
         if self._ended.is_set():
             return  # what is new is delivered by the end
-        new = self._new.take(found, only, self._facts)
+        new = self._new.take(findings, only, self._facts)
         if new:
             for finding in new:
                 self._run.writer.event(self._run.clock.index, REPORTED, as_reported(finding))
             self._run.deliver(new)
 
-    def _found(self, only: Collection[str] | None) -> Findings:
+    def _evaluated(self, only: Collection[str] | None) -> Findings:
         evaluate = partial(evaluate_rules, made=Made.LIVE, only=only, pause=self._pause)
         try:
             return evaluate(open_run(self._run.path))

@@ -191,4 +191,4 @@ class MonitorSet:
             for hook in HOOKS:
                 if getattr(type(monitor), hook) is not vars(Monitor)[hook]:
                     calls[hook].append((monitor, getattr(monitor, hook)))
-        self._calls = {hook: tuple(found) for hook, found in calls.items()}
+        self._calls = {hook: tuple(hooks) for hook, hooks in calls.items()}

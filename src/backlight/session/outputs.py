@@ -255,13 +255,13 @@ class NotebookOutput(Output):
 
     def _figures(self) -> dict[str, tuple[int, float]]:
         """Return losses and gradient norm by what they are called, each with its step."""
-        known = dict(self._scalars)
-        losses = known.pop("losses", None)
+        scalars = dict(self._scalars)
+        losses = scalars.pop("losses", None)
         labels = {"loss": "loss" if losses is None else f"sum of {losses[1]:.0f} losses"}
-        own = [name for name in known if name.startswith("loss/")]
-        if len(own) > 1:
+        loss_names = [name for name in scalars if name.startswith("loss/")]
+        if len(loss_names) > 1:
             scope = self._run.scope
             kinds = [type(optimizer).__name__ for optimizer in scope.optimizers()]
-            labels = dict(loss_labels(own, scope.table.records, kinds))
+            labels = dict(loss_labels(loss_names, scope.table.records, kinds))
         labels["total_norm"] = "gradient norm"
-        return {label: known[name] for name, label in labels.items() if name in known}
+        return {label: scalars[name] for name, label in labels.items() if name in scalars}

@@ -54,7 +54,7 @@ class StepSelection(Generic[T]):
         self._has_updates = False
         self._highest: list[float] = []
         self._earlier: list[deque[float]] = []
-        self._held: dict[int, tuple[int, T]] = {}
+        self._best: dict[int, tuple[int, T]] = {}
         self._detailed = 0
 
     def add(
@@ -80,7 +80,7 @@ class StepSelection(Generic[T]):
             return [*self._taken(), item]
         for i, score in enumerate(ranked):
             if score > self._highest[i]:
-                self._highest[i], self._held[i] = score, (step, item)
+                self._highest[i], self._best[i] = score, (step, item)
         return []
 
     def flush(self) -> list[T]:
@@ -92,13 +92,13 @@ class StepSelection(Generic[T]):
         return stored
 
     def _taken(self) -> list[T]:
-        held = dict(
-            held
-            for i, held in self._held.items()
+        items = dict(
+            entry
+            for i, entry in self._best.items()
             if self._highest[i] > max(self._earlier[i], default=-math.inf)
         )
-        self._held.clear()
-        return [held[step] for step in sorted(held)]
+        self._best.clear()
+        return [items[step] for step in sorted(items)]
 
 
 BUDGET = 0.01

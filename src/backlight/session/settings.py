@@ -44,11 +44,11 @@ from backlight.text import assignments, did_you_mean, parse_size
 from backlight.untrusted_files import read_text
 
 
-def listed(given: Any, what: str, expected: str, attribute: str) -> list[Any]:
+def listed(value: Any, what: str, expected: str, attribute: str) -> list[Any]:
     """Return one object or several as a list; ValueError where one lacks the attribute of ``expected``."""
-    if given is None:
+    if value is None:
         return []
-    items = list(given) if isinstance(given, (list, tuple)) else [given]
+    items = list(value) if isinstance(value, (list, tuple)) else [value]
     for item in items:
         if not hasattr(item, attribute):
             raise ValueError(f"watch: {what} is {type(item).__name__}, expected {expected} or a list of them")
@@ -106,24 +106,24 @@ ELSEWHERE = {**dict.fromkeys(FOLDERS, "run"), **dict.fromkeys(INTERVALS, "every"
 """Keywords of other libraries, and of our own command line, with what they are called here."""
 
 
-def _names(given: str | Iterable[str]) -> tuple[str, ...]:
+def _names(names_option: str | Iterable[str]) -> tuple[str, ...]:
     """Return the names of ``"health,steptime"``, or those of a list."""
-    names = given.split(",") if isinstance(given, str) else given
+    names = names_option.split(",") if isinstance(names_option, str) else names_option
     return tuple(stripped for name in names if (stripped := name.strip()))
 
 
-def _texts(given: str | Iterable[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _texts(option: str | Iterable[str]) -> tuple[str, ...]:
+    return (option,) if isinstance(option, str) else tuple(option)
 
 
-def _groups(given: Mapping[str, str] | Iterable[str]) -> Mapping[str, str]:
-    if isinstance(given, Mapping):
-        return given
-    return assignments(given, "--group", "NAME=PATTERN, such as --group host='encoder.*'")
+def _groups(option: Mapping[str, str] | Iterable[str]) -> Mapping[str, str]:
+    if isinstance(option, Mapping):
+        return option
+    return assignments(option, "--group", "NAME=PATTERN, such as --group host='encoder.*'")
 
 
-def _bytes(given: int | str) -> int:
-    return parse_size(given, "--max-disk") if isinstance(given, str) else given
+def _bytes(option: int | str) -> int:
+    return parse_size(option, "--max-disk") if isinstance(option, str) else option
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Settings:
     def read(cls, path: Path, values: Mapping[str, Any]) -> Settings:
         """Read a TOML file (ValueError if that fails); ``values`` from the command line win over the file."""
         try:
-            found = tomllib.loads(read_text(path))
+            table = tomllib.loads(read_text(path))
         except FileNotFoundError:
             raise ValueError(f"{path}: cannot be read: no such file") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -258,16 +258,16 @@ class Settings:
             raise ValueError(f"{path}: not valid TOML: {error}") from None
         except RecursionError:
             raise ValueError(f"{path}: not valid TOML: it nests too deeply") from None
-        return cls._checked({**found, **values}, str(path))
+        return cls._checked({**table, **values}, str(path))
 
     @classmethod
     def _checked(cls, values: Mapping[str, Any], where: str) -> Settings:
         parts = {name: kind for name, kind in MONITOR_SETTINGS.items() if name in values}
-        own = {name: value for name, value in values.items() if name not in parts}
-        known = list(options_of(cls))
-        refuse_unknown(own, known if set(own) <= set(known) else [*known, *MONITOR_SETTINGS], where)
+        general = {name: value for name, value in values.items() if name not in parts}
+        names = list(options_of(cls))
+        refuse_unknown(general, names if set(general) <= set(names) else [*names, *MONITOR_SETTINGS], where)
         of_monitors = {name: _part(kind, values[name], where) for name, kind in parts.items()}
-        settings = codec.convert(parsed(cls, own), cls, where)
+        settings = codec.convert(parsed(cls, general), cls, where)
         return dataclasses.replace(settings, of_monitors=of_monitors)
 
     def check_names(self) -> None:
@@ -328,15 +328,15 @@ def _read(option: Option, value: Any) -> Any:
         return value
 
 
-def _part(kind: type[MonitorSettings], given: Any, where: str) -> MonitorSettings:
+def _part(kind: type[MonitorSettings], value: Any, where: str) -> MonitorSettings:
     """Return the settings of a monitor, from a mapping or as they are."""
-    if isinstance(given, kind):
-        return given
-    if not isinstance(given, Mapping):
-        raise SettingError(kind.name, f"expected {kind.__name__} or a mapping, got {type(given).__name__}")
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        raise SettingError(kind.name, f"expected {kind.__name__} or a mapping, got {type(value).__name__}")
     names = list(options_of(kind))
-    refuse_unknown(given, names, f"{where}: {kind.name}")
-    return codec.convert(parsed(kind, given), kind, where, kind.name)
+    refuse_unknown(value, names, f"{where}: {kind.name}")
+    return codec.convert(parsed(kind, value), kind, where, kind.name)
 
 
 def given_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,14 +348,14 @@ def given_settings(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
     """Return ``function`` with a TypeError that suggests a keyword in place of one that it does not have."""
     signature = explicit(inspect.signature(function))
-    known = list(signature.parameters)
+    parameters = list(signature.parameters)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         for name, value in kwargs.items():
-            if name not in known and name not in MONITOR_SETTINGS:
+            if name not in parameters and name not in MONITOR_SETTINGS:
                 ours = ELSEWHERE.get(name)
-                hint = f"; here it is {ours}={value!r}" if ours else did_you_mean(name, known)
+                hint = f"; here it is {ours}={value!r}" if ours else did_you_mean(name, parameters)
                 raise TypeError(f"{function.__qualname__}() has no parameter {name!r}{hint}")
         return function(*args, **kwargs)
 
@@ -365,10 +365,10 @@ def suggest_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 def explicit(signature: inspect.Signature) -> inspect.Signature:
     """Return ``signature`` with each setting, and each monitor that has some, in place of ``**settings``."""
-    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    if len(own) == len(signature.parameters):
+    stated_parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    if len(stated_parameters) == len(signature.parameters):
         return signature
-    stated = {parameter.name for parameter in own}
+    stated = {parameter.name for parameter in stated_parameters}
     options = options_of(Settings)
     fields = [f for f in dataclasses.fields(Settings) if f.name in options and f.name not in stated]
     keywords = [
@@ -382,4 +382,4 @@ def explicit(signature: inspect.Signature) -> inspect.Signature:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
         for name, default, hint in keywords
     )
-    return signature.replace(parameters=[*own, *more])
+    return signature.replace(parameters=[*stated_parameters, *more])

@@ -286,7 +286,7 @@ class StepRecorder(StepSink):
 
     def _gradients(self, parameters: Sequence[torch.Tensor], scale: Any) -> Gradients:
         table = self._scope.table
-        found, moved = Gradients([], [], [], scale, table), False
+        gradients, moved = Gradients([], [], [], scale, table), False
         for parameter, row in zip(parameters, table.rows_of(parameters), strict=True):
             if row is not None:
                 gradient = part = parameter.grad
@@ -295,13 +295,13 @@ class StepRecorder(StepSink):
                     part = local(gradient)
                     if part is not gradient:
                         moved = table.place_gradient(row, gradient) or moved
-                found.rows.append(row)
-                found.parameters.append(parameter)
-                found.tensors.append(part)
+                gradients.rows.append(row)
+                gradients.parameters.append(parameter)
+                gradients.tensors.append(part)
         if moved:
             self._current().parameters = table.records
             self._report_partial()
-        return found
+        return gradients
 
     def collect(
         self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, summary: StepSummary
@@ -434,7 +434,7 @@ class StepRecorder(StepSink):
             self._notifier.event("unmeasured", {"what": what, "reason": reason}, self._step)
 
     def _report_missing(self, parameters: Sequence[ParameterRecord]) -> None:
-        measured = [one.name for one in parameters if one.requires_grad and one.numel and not one.unmeasured]
+        measured = [p.name for p in parameters if p.requires_grad and p.numel and not p.unmeasured]
         names = [name for name in measured if name not in self._reported_missing]
         if names:
             self._reported_missing.update(names)

@@ -150,22 +150,22 @@ class StepRow(NamedTuple):
 
     def scalars(self) -> dict[str, float]:
         """Return the scalars by name; each row is read once."""
-        found: dict[str, float] = {}
+        scalars: dict[str, float] = {}
         losses = [number for value in self.losses if (number := _number(value)) is not None]
         if losses and len(losses) == len(self.losses):
-            found["loss"] = sum(losses)
+            scalars["loss"] = sum(losses)
             for number, share in (self.shares or {}).items():
-                found[f"loss/{number}"] = sum(losses[position] for position in share)
+                scalars[f"loss/{number}"] = sum(losses[position] for position in share)
         for index, value in enumerate(self.norms):
             norm = _number(value)
             if norm is not None:
-                found[f"clip/norm/{index}" if index else "clip/norm"] = norm
+                scalars[f"clip/norm/{index}" if index else "clip/norm"] = norm
         for optimizer, rates in self.rates:
             for group, value in enumerate(rates):
                 rate = _number(value)
                 if rate is not None:
-                    found[f"lr/{optimizer}/{group}"] = rate
-        return found
+                    scalars[f"lr/{optimizer}/{group}"] = rate
+        return scalars
 
 
 def _number(value: Value) -> float | None:
@@ -298,11 +298,11 @@ class StepScalars(ScalarSink):
     def _shares_of_stepped(self, shares: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
         """Return the losses of each optimizer that stepped; empty where several have the same ones."""
         stepped = {number for number, _ in self._rates}
-        found = {number: share for number in stepped if (share := shares.get(number, ()))}
+        shares_of = {number: share for number in stepped if (share := shares.get(number, ()))}
         if len(stepped) == 1:  # whatever else a backward reached, it was for this one
             (number,) = stepped
-            return found or {number: range(len(self._losses))}
-        return {} if len({tuple(share) for share in found.values()}) < 2 else found
+            return shares_of or {number: range(len(self._losses))}
+        return {} if len({tuple(share) for share in shares_of.values()}) < 2 else shares_of
 
     def take(self, *, wait: bool) -> StepRow | None:
         """Return the oldest completed step, None where there is none or its values have not arrived."""

@@ -87,14 +87,14 @@ class StopAgreement:
                     return None  # the script may form its process group late
                 # Private, and the only way to the store of an existing group.
                 self._store = dist.distributed_c10d._get_default_store()
-            found = getattr(self._store, method)(*arguments)
+            answer = getattr(self._store, method)(*arguments)
         except Exception as error:
             if is_interrupt(error):
                 raise
             self._is_broken = True
             self._on_error(error)
             return None
-        return True if found is None else found
+        return True if answer is None else answer
 
 
 STOP_EXIT_CODE = 79

@@ -222,8 +222,8 @@ class Watch:
         self._failure = "" if failed is None else type(failed).__name__
         with self._notifier.shield():
             closed = attached.close(failed)
-            if closed and self._summary and attached.found is not None and notebook_shell() is None:
-                print_result(self.path, attached.found, self.step, attached.writer.progress)
+            if closed and self._summary and attached.findings is not None and notebook_shell() is None:
+                print_result(self.path, attached.findings, self.step, attached.writer.progress)
 
     # Public
 
@@ -314,7 +314,7 @@ class Watch:
     @property
     def final_findings(self) -> list[Finding] | None:
         """What the evaluation at the end found; None before, without one, and where other ranks matter."""
-        return None if self._attached is None or rank_and_size()[1] > 1 else self._attached.found
+        return None if self._attached is None or rank_and_size()[1] > 1 else self._attached.findings
 
     def mark_step(self) -> None:
         """End a step: call it after each update that no ``torch.optim`` optimizer makes.
@@ -411,8 +411,8 @@ def watch(
     """
     settings = given_settings({**locals(), **of_monitors})
     models = listed(model, "model", "torch.nn.Module", "parameters")
-    given = listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
-    optimizers = [inner for outer in given for inner in underlying(outer)]
+    outer_optimizers = listed(optimizer, "optimizer", "torch.optim.Optimizer", "param_groups")
+    optimizers = [inner for outer in outer_optimizers for inner in underlying(outer)]
     if samples is not None:
         check_samples(samples, models)
     return Watch(models, optimizers, Settings.of(settings), run, samples=samples, summary=summary)

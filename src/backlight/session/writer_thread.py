@@ -49,11 +49,11 @@ class ResultQueue:
     """Keeps results of monitors, from any thread, until the writer thread stores them."""
 
     def __init__(self) -> None:
-        self.held: deque[tuple[str, tuple[Any, ...], dict[str, Any]]] = deque()
+        self.calls: deque[tuple[str, tuple[Any, ...], dict[str, Any]]] = deque()
 
     def scalars(self, step: int, values: Mapping[str, float], source: str = "backlight") -> None:
         """Keep scalars of one step."""
-        self.held.append(("scalars", (step, dict(values), source), {}))
+        self.calls.append(("scalars", (step, dict(values), source), {}))
 
     def array(
         self,
@@ -66,11 +66,11 @@ class ResultQueue:
         encoding: str = "plain",
     ) -> None:
         """Keep one array."""
-        self.held.append(("array", (name, step, values), {"dims": dims, "unit": unit, "encoding": encoding}))
+        self.calls.append(("array", (name, step, values), {"dims": dims, "unit": unit, "encoding": encoding}))
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
         """Keep one event."""
-        self.held.append(("event", (step, kind, payload), {}))
+        self.calls.append(("event", (step, kind, payload), {}))
 
     def write(self, writer: RunWriter) -> None:
         """Hand everything over to ``writer``, in order."""
@@ -79,8 +79,8 @@ class ResultQueue:
             "array": writer.array,
             "event": writer.event,
         }
-        while self.held:
-            method, arguments, named = self.held.popleft()
+        while self.calls:
+            method, arguments, named = self.calls.popleft()
             methods[method](*arguments, **named)
 
 
@@ -195,12 +195,12 @@ class WriterThread:
 
     def _table(self, parameters: tuple[ParameterRecord, ...]) -> int:
         key = id(parameters)
-        known = self._tables.get(key)
-        if known is None or known[0] is not parameters:
+        entry = self._tables.get(key)
+        if entry is None or entry[0] is not parameters:
             # The records are kept with the id, so that no other object can get that id.
-            known = (parameters, self._writer.parameter_table(parameters))
-            self._tables[key] = known
-        return known[1]
+            entry = (parameters, self._writer.parameter_table(parameters))
+            self._tables[key] = entry
+        return entry[1]
 
     def _store(self, record: StepRecord, scalars: dict[str, float]) -> None:
         scalars |= {name: _number(value) for name, value in record.scalars.items()}
@@ -261,14 +261,14 @@ def _scores(step: StoredStep) -> list[float]:
 
 def _clipping(record: StepRecord, scalars: Mapping[str, float]) -> dict[str, float]:
     """Return limit and factor of each clipping of the step; the first has no number."""
-    found: dict[str, float] = {}
+    scalars_of: dict[str, float] = {}
     for number, kind, limit in record.clips:
         suffix = f"/{number}" if number else ""
         if math.isfinite(limit):
-            found[f"clip/limit{suffix}"] = limit
+            scalars_of[f"clip/limit{suffix}"] = limit
         if kind == "total":
-            found[f"clip/by_total{suffix}"] = 1.0
+            scalars_of[f"clip/by_total{suffix}"] = 1.0
         before = scalars.get(f"clip/norm{suffix}", math.nan)
         if kind == "norm" and math.isfinite(before):
-            found[f"clip/factor{suffix}"] = min(1.0, limit / (before + 1e-6))
-    return found
+            scalars_of[f"clip/factor{suffix}"] = min(1.0, limit / (before + 1e-6))
+    return scalars_of

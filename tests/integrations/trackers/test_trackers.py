@@ -314,7 +314,7 @@ def test_wandb_replaces_findings_per_watch() -> None:
         define_metric=lambda *_, **__: None,
         alert=lambda title, text, level: alerts.append((title, text, level)),
     )
-    sink = _Run(None, user_run, own=False)
+    sink = _Run(None, user_run, is_own=False)
     finding = Finding(
         rule="spike",
         severity=Severity.WARNING,
@@ -331,7 +331,7 @@ def test_wandb_replaces_findings_per_watch() -> None:
     assert user_run.tags == ("backlight/spike",)
     assert alerts == [("backlight: spike", "- **warning** `spike`: a spike", "WARN")]
     sink.findings([replace(finding, rule="note", severity=Severity.INFO)], 3)
-    _Run(None, user_run, own=True, alerts=False).findings([finding], 3)  # a stored run
+    _Run(None, user_run, is_own=True, alerts=False).findings([finding], 3)  # a stored run
     assert len(alerts) == 1
 
 

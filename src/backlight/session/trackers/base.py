@@ -101,7 +101,7 @@ def tracker(
     return decorate
 
 
-def chosen(given: str) -> tuple[Tracker, str]:
+def chosen(option: str) -> tuple[Tracker, str]:
     """Return the tracker and its target from ``NAME`` or ``NAME=TARGET``.
 
     Raises
@@ -109,7 +109,7 @@ def chosen(given: str) -> tuple[Tracker, str]:
     SettingError
         If no tracker has that name.
     """
-    name, _, target = given.partition("=")
+    name, _, target = option.partition("=")
     if name.strip() not in TRACKERS:
         hint = did_you_mean(name.strip(), TRACKERS)
         raise SettingError("trackers", f"no tracker is called {name.strip()!r}{hint} (NAME or NAME=TARGET)")

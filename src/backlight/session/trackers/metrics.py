@@ -158,9 +158,9 @@ class Sent:
     findings: int
 
 
-def send(run: Run, given: str) -> Sent:
-    """Send a stored run to the tracker ``given``, ``NAME`` or ``NAME=TARGET``, and wait until it has it."""
-    tracker, target = chosen(given)
+def send(run: Run, option: str) -> Sent:
+    """Send a stored run to the tracker ``option``, ``NAME`` or ``NAME=TARGET``, and wait until it has it."""
+    tracker, target = chosen(option)
     # Read before anything is opened: a run that cannot be read leaves nothing behind.
     points = list(points_of(run))
     findings, _ = separate_hints(findings_of(run))
@@ -174,7 +174,7 @@ def send(run: Run, given: str) -> Sent:
         raise
     except Exception as error:
         lines = str(error).strip().splitlines() or ["no message"]
-        raise TrackerError(f"the tracker {given!r} failed: {type(error).__name__}: {lines[0]}") from error
+        raise TrackerError(f"the tracker {option!r} failed: {type(error).__name__}: {lines[0]}") from error
     return Sent(tracker.name, target, len(points), len(findings))
 
 
@@ -193,7 +193,7 @@ def points_of(run: Run) -> Iterator[Point]:
     split = is_split(records)
     time = run.attempts[0].started if run.attempts else 0.0
     for step in sorted(steps):
-        own = {
+        logged = {
             n: values[step] for (source, n), values in scalars.items() if source == "user" and step in values
         }
         measured = {
@@ -210,8 +210,8 @@ def points_of(run: Run) -> Iterator[Point]:
             more, spreads = naming.update(update.at(step)[0], *weight.at(step))
             values |= more
         time = measured.get("time", time)
-        shown = own.pop("step", None)
-        values |= {f"user/{name}": value for name, value in own.items()}
+        shown = logged.pop("step", None)
+        values |= {f"user/{name}": value for name, value in logged.items()}
         yield Point(step if shown is None else int(shown), time, values, spreads)
 
 
@@ -231,11 +231,11 @@ def _by_step(scalar: Any) -> dict[int, float]:
     return dict(zip(scalar.steps.tolist(), scalar.values.tolist(), strict=True))
 
 
-def send_all(run: Run, given: Sequence[str]) -> list[Sent]:
+def send_all(run: Run, options: Sequence[str]) -> list[Sent]:
     """Send a run to each of several trackers; what cannot be had is refused before anything is sent.
 
     Raises ValueError, as :func:`send` does.
     """
-    for name in given:
+    for name in options:
         chosen(name)
-    return [send(run, name) for name in given]
+    return [send(run, name) for name in options]

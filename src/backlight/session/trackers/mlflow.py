@@ -29,10 +29,10 @@ _TAG = 5000
 class _Run:
     """A run of MLflow; ``own`` where we made it and so end it."""
 
-    def __init__(self, client: Any, identifier: str, *, own: bool) -> None:
+    def __init__(self, client: Any, identifier: str, *, is_own: bool) -> None:
         from mlflow.entities import Metric  # noqa: PLC0415 - slow, and not everybody's
 
-        self._client, self._id, self._own, self._metric = client, identifier, own, Metric
+        self._client, self._id, self._is_own, self._metric = client, identifier, is_own, Metric
 
     def send(self, points: Sequence[Point]) -> None:
         """Log every number as a metric; MLflow has no histograms."""
@@ -40,7 +40,7 @@ class _Run:
             self._metric(PREFIX + name, value, int(point.time * 1000), point.step)
             for point in points
             for name, value in point.values.items()
-            if self._own or not name.startswith("user/")
+            if self._is_own or not name.startswith("user/")
         ]
         for start in range(0, len(metrics), BATCH):
             self._client.log_batch(self._id, metrics=metrics[start : start + BATCH])
@@ -48,16 +48,16 @@ class _Run:
     def findings(self, findings: Sequence[Finding], step: int) -> None:
         """Tag the run with each rule and its findings."""
         del step
-        known: dict[str, str] = {}
+        by_rule: dict[str, str] = {}
         for finding in findings:
             line = f"{finding.severity}: {finding.title}"
-            known[finding.rule] = f"{known[finding.rule]}\n{line}" if finding.rule in known else line
-        for rule, lines in known.items():
+            by_rule[finding.rule] = f"{by_rule[finding.rule]}\n{line}" if finding.rule in by_rule else line
+        for rule, lines in by_rule.items():
             self._client.set_tag(self._id, f"{PREFIX}findings/{rule}", lines[:_TAG])
 
     def close(self, *, failed: bool) -> None:
         """End the run if backlight started it."""
-        if self._own:
+        if self._is_own:
             self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
 
@@ -77,15 +77,15 @@ def open_mlflow(target: str, run: Tracked, active: Any) -> _Run:
     from mlflow import MlflowClient  # noqa: PLC0415 - slow, and not everybody's
 
     if active is not None:
-        return _Run(MlflowClient(), str(active), own=False)
+        return _Run(MlflowClient(), str(active), is_own=False)
     if not run.live:
         # The user waits at a terminal: MLflow's own seven attempts at an absent server take minutes.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", ATTEMPTS)
     client = MlflowClient(tracking_uri=_uri(target) if target else None)
-    known = client.get_experiment_by_name(EXPERIMENT)
-    experiment = known.experiment_id if known is not None else client.create_experiment(EXPERIMENT)
+    existing = client.get_experiment_by_name(EXPERIMENT)
+    experiment = existing.experiment_id if existing is not None else client.create_experiment(EXPERIMENT)
     tags = {f"{PREFIX}run": str(run.path.absolute())}
-    return _Run(client, client.create_run(experiment, run_name=run.name, tags=tags).info.run_id, own=True)
+    return _Run(client, client.create_run(experiment, run_name=run.name, tags=tags).info.run_id, is_own=True)
 
 
 def _uri(target: str) -> str:

@@ -121,9 +121,9 @@ class Feed:
         points = [self._points.popleft() for _ in range(len(self._points))]
         if points:
             sink.send(points)
-        found, self._findings = self._findings, None
-        if found is not None:
-            sink.findings(*found)
+        entry, self._findings = self._findings, None
+        if entry is not None:
+            sink.findings(*entry)
 
     def _left_out(self, error: BaseException) -> None:
         """Report once that this tracker gets nothing more."""
@@ -144,14 +144,14 @@ class TrackerOutput(Output):
     name = "trackers"
     records = "what trackers get"
 
-    def __init__(self, given: Sequence[str], groups: Mapping[str, str]) -> None:
-        self._given = given
+    def __init__(self, options: Sequence[str], groups: Mapping[str, str]) -> None:
+        self._chosen = options
         self._groups = groups
         self._feeds: list[Feed] = []
         self._naming: tuple[Sequence[ParameterRecord], Naming] | None = None
-        self._held: dict[int, Point] = {}
+        self._open_points: dict[int, Point] = {}
         self._unrecorded, self._spacing = 0, 1
-        self._found: list[Finding] = []
+        self._all_findings: list[Finding] = []
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
@@ -163,8 +163,8 @@ class TrackerOutput(Output):
         self._run, self._notifier = run, run.notifier
         self._offset = run.writer.step_offset
         tracked = Tracked(run.path.name, run.path, live=True)
-        given = self._given if run.rank == 0 else ()
-        self._feeds = [Feed(*chosen(name), tracked, run.notifier) for name in given]
+        options = self._chosen if run.rank == 0 else ()
+        self._feeds = [Feed(*chosen(name), tracked, run.notifier) for name in options]
 
     def on_step_start(self, step: int) -> None:
         """Connect at the first step."""
@@ -183,36 +183,36 @@ class TrackerOutput(Output):
             at = step.step + self._offset
             point = point_of_blobs(naming, at, step.scalars, step.blobs)
             # Gradients that the last step has left come after its loss.
-            before = self._held.get(step.step)
+            before = self._open_points.get(step.step)
             earlier = before.values if before is not None else {}
-            self._held[step.step] = replace(point, values={**earlier, **point.values})
+            self._open_points[step.step] = replace(point, values={**earlier, **point.values})
 
     def on_step_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Take loss, rates and norm of a step that is not recorded; of a fast loop those of some."""
         if self._feeds:
             self._unrecorded += 1
             if step % self._spacing == 0 or not math.isfinite(values.get("loss", 0.0)):
-                self._held[step] = Point(step + self._offset, clock.unix_time(), dict(values))
+                self._open_points[step] = Point(step + self._offset, clock.unix_time(), dict(values))
 
     def on_scalars_logged(self, step: int, values: Mapping[str, float]) -> None:
         """Take what the user logged at a step."""
         if not self._feeds:
             return
-        held = self._held.get(step, Point(step + self._offset, clock.unix_time(), {}))
-        own = {f"user/{name}": value for name, value in values.items()}
-        shown = int(values["step"]) if "step" in values else held.step
-        self._held[step] = replace(held, step=shown, values={**held.values, **own})
+        point = self._open_points.get(step, Point(step + self._offset, clock.unix_time(), {}))
+        logged = {f"user/{name}": value for name, value in values.items()}
+        shown = int(values["step"]) if "step" in values else point.step
+        self._open_points[step] = replace(point, step=shown, values={**point.values, **logged})
 
     def on_flush(self) -> None:
         """Release all steps but the last, of which the user may yet log something."""
         self._spacing, self._unrecorded = math.ceil(self._unrecorded / MOST_UNRECORDED) or 1, 0
-        if self._held:
-            self._release(before=max(self._held))
+        if self._open_points:
+            self._release(before=max(self._open_points))
 
     def on_new_findings(self, findings: Sequence[Finding]) -> None:
         """Send them, and again those that were sent before."""
-        self._found = [*self._found, *findings]
-        self._send_findings(self._found)
+        self._all_findings = [*self._all_findings, *findings]
+        self._send_findings(self._all_findings)
 
     def on_run_end(self, findings: Sequence[Finding], *, failed: bool) -> None:
         """Send what is left, and the findings; waits for the trackers, up to a limit."""
@@ -242,10 +242,10 @@ class TrackerOutput(Output):
         return self._naming[1]
 
     def _release(self, before: int | None) -> None:
-        for step in sorted(self._held):
+        for step in sorted(self._open_points):
             if before is None or step < before:
                 # "step" is the position of the point, not a number to draw.
-                point = self._held.pop(step)
+                point = self._open_points.pop(step)
                 values = {name: value for name, value in point.values.items() if name != "user/step"}
                 for feed in self._feeds:
                     feed.take(replace(point, values=values))

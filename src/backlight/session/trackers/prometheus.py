@@ -52,7 +52,7 @@ class _Gauges:
         self._time = Gauge(
             "backlight_step_timestamp_seconds", "when it ended", ("run",), registry=self.registry
         )
-        self._found = Gauge(
+        self._findings = Gauge(
             "backlight_findings", "findings by rule", ("run", "rule", "severity"), registry=self.registry
         )
 
@@ -69,10 +69,10 @@ class _Gauges:
         if math.isfinite(point.time):
             self._time.labels(self._run).set(point.time)
 
-    def found(self, findings: Sequence[Finding]) -> None:
-        self._found.clear()
+    def findings(self, findings: Sequence[Finding]) -> None:
+        self._findings.clear()
         for (rule, severity), count in Counter((f.rule, f.severity.value) for f in findings).items():
-            self._found.labels(self._run, rule, severity).set(count)
+            self._findings.labels(self._run, rule, severity).set(count)
 
 
 class _Endpoint:
@@ -98,7 +98,7 @@ class _Endpoint:
     def findings(self, findings: Sequence[Finding], step: int) -> None:
         """Count the findings by rule and severity."""
         del step
-        self._gauges.found(findings)
+        self._gauges.findings(findings)
 
     def close(self, *, failed: bool) -> None:
         """Stop listening."""
@@ -124,7 +124,7 @@ class _File:
     def findings(self, findings: Sequence[Finding], step: int) -> None:
         """Add the findings by rule and severity."""
         del step
-        self._gauges.found(findings)
+        self._gauges.findings(findings)
         self._write()
 
     def close(self, *, failed: bool) -> None:

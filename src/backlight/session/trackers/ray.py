@@ -35,8 +35,8 @@ class _RayReport:
     def send(self, points: Sequence[Point]) -> None:
         """Keep the newest values, and the step that they belong to."""
         values = {name: value for point in points for name, value in point.values.items()}
-        found = {f"{PREFIX}{name}": value for name, value in values.items()}
-        self.newest = {**self.newest, **found, f"{PREFIX}step": points[-1].step}
+        prefixed = {f"{PREFIX}{name}": value for name, value in values.items()}
+        self.newest = {**self.newest, **prefixed, f"{PREFIX}step": points[-1].step}
 
     def findings(self, findings: Sequence[Finding], step: int) -> None:
         """Count the findings by severity."""

@@ -27,8 +27,8 @@ W&B's own are 90, and without end. ``WANDB_INIT_TIMEOUT`` and ``WANDB_FINISH_TIM
 class _Run:
     """A run of W&B; ``own`` where backlight opened it and so finishes it; ``alerts`` while it is live."""
 
-    def __init__(self, wandb: Any, run: Any, *, own: bool, alerts: bool = True) -> None:
-        self._wandb, self._run, self._own, self._alerts = wandb, run, own, alerts
+    def __init__(self, wandb: Any, run: Any, *, is_own: bool, alerts: bool = True) -> None:
+        self._wandb, self._run, self._is_own, self._alerts = wandb, run, is_own, alerts
         self._before: dict[str, str | None] = {}
         self._alerted: set[str] = set()
         run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
@@ -36,7 +36,7 @@ class _Run:
     def send(self, points: Sequence[Point]) -> None:
         """Log one row per point, or what is newest of each number."""
         rows = [self._row(point) for point in points]
-        if self._own:
+        if self._is_own:
             for row in rows:
                 self._run.log(row)
         elif rows:
@@ -52,11 +52,11 @@ class _Run:
         by_rule: dict[str, list[Finding]] = {}
         for finding in findings:
             by_rule.setdefault(finding.rule, []).append(finding)
-        for rule, found in by_rule.items():
-            self._alert(rule, found)
-            name, said = f"{PREFIX}findings/{rule}", [f"{f.severity}: {f.title}" for f in found]
+        for rule, of_rule in by_rule.items():
+            self._alert(rule, of_rule)
+            name, lines = f"{PREFIX}findings/{rule}", [f"{f.severity}: {f.title}" for f in of_rule]
             before = self._before.setdefault(name, self._run.summary.get(name))
-            self._run.summary[name] = "\n".join([*([before] if before else []), *said])
+            self._run.summary[name] = "\n".join([*([before] if before else []), *lines])
         rules = sorted(f"{PREFIX}{rule}" for rule in by_rule)
         if rules:
             self._run.tags = tuple(dict.fromkeys((*(self._run.tags or ()), *rules)))
@@ -70,7 +70,7 @@ class _Run:
 
     def close(self, *, failed: bool) -> None:
         """Finish the run if backlight started it."""
-        if self._own:
+        if self._is_own:
             self._run.finish(exit_code=int(failed))
 
     def _row(self, point: Point) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class _Run:
 
     def _is_sent(self, name: str) -> bool:
         """Leave out what the user logs, in a run of theirs that has it already."""
-        return self._own or not name.startswith("user/")
+        return self._is_own or not name.startswith("user/")
 
 
 def _open_run() -> Any:
@@ -101,11 +101,11 @@ def _timeouts(wandb: Any, run: Tracked) -> dict[str, Any]:
     wanted = {"init_timeout": TIMEOUT_S}
     if run.live:  # sending a stored run may wait
         wanted["finish_timeout"] = TIMEOUT_S
-    known = getattr(wandb.Settings, "model_fields", {})
+    fields = getattr(wandb.Settings, "model_fields", {})
     return {
         name: seconds
         for name, seconds in wanted.items()
-        if name in known and f"WANDB_{name.upper()}" not in os.environ
+        if name in fields and f"WANDB_{name.upper()}" not in os.environ
     }
 
 
@@ -115,7 +115,7 @@ def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
     import wandb  # noqa: PLC0415 - slow, and not everybody's
 
     if active is not None:
-        return _Run(wandb, active, own=False)
+        return _Run(wandb, active, is_own=False)
     mode = os.environ.get("WANDB_MODE", "online")
     # W&B would ask at the terminal for a key, in the middle of a training run.
     if mode in {"online", "shared"} and not _has_credentials(wandb):
@@ -134,4 +134,4 @@ def open_wandb(target: str, run: Tracked, active: Any) -> _Run:
         config={"backlight/run": str(run.path.absolute())},
         settings=wandb.Settings(console="off", silent=True, **_timeouts(wandb, run)),
     )
-    return _Run(wandb, opened, own=True, alerts=run.live)
+    return _Run(wandb, opened, is_own=True, alerts=run.live)
