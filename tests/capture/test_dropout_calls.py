@@ -28,11 +28,11 @@ def test_values_are_the_same_and_calls_without_a_mode_are_found(monkeypatch: pyt
     calls.stop()
     assert (F.dropout, F.scaled_dot_product_attention) == before
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-    assert [(name, p) for name, p, _ in calls.found] == [
+    assert [(name, p) for name, p, _ in calls.rows] == [
         ("dropout", 0.5),
         ("scaled_dot_product_attention", 0.25),
     ]
-    assert {line.path for *_, line in calls.found if line is not None} == {__file__}
+    assert {line.path for *_, line in calls.rows if line is not None} == {__file__}
 
 
 def test_nothing_is_replaced_where_code_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def install_sample_indices(hub: Hub, patches: Patches) -> None:
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
         def _next_index(self: Any) -> Any:
-            given = original(self)
+            indices = original(self)
             if hub.listeners:
                 sampler = self.__dict__.get("_sampler_iter")
                 asked = _ASKED.get(self)
@@ -60,8 +60,8 @@ def install_sample_indices(hub: Hub, patches: Patches) -> None:
                     )
                     asked = _ASKED[self] = _Asked(sampler, 0, deque(maxlen=ahead + SPARE))
                 asked.count += 1
-                asked.latest.append(given)
-            return given
+                asked.latest.append(indices)
+            return indices
 
         return _next_index
 
@@ -80,10 +80,10 @@ def indices_of(iterator: Any, number: int) -> Sequence[int] | None:
     back = asked.count - number
     if not 0 < back <= len(asked.latest):
         return None
-    given = asked.latest[-back]
-    given = given.tolist() if hasattr(given, "tolist") else given
-    known = isinstance(given, (list, tuple)) and all(type(one) is int for one in given)
-    return given if known else None
+    indices = asked.latest[-back]
+    indices = indices.tolist() if hasattr(indices, "tolist") else indices
+    is_plain = isinstance(indices, (list, tuple)) and all(type(index) is int for index in indices)
+    return indices if is_plain else None
 
 
 def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -111,8 +111,8 @@ def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 def plain_tensors(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch whose values can be read: dense, real and not empty."""
-    found = [x for _, x in tensors(batch) if type(x) is Tensor and x.layout is torch.strided and x.numel()]
-    return [x for x in found if not x.is_complex()]
+    dense = [x for _, x in tensors(batch) if type(x) is Tensor and x.layout is torch.strided and x.numel()]
+    return [x for x in dense if not x.is_complex()]
 
 
 def map_leaves(
@@ -179,28 +179,28 @@ def moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 
 def digest(batch: Any) -> str | None:
     """Return a digest of the contents of a batch; None where a leaf cannot be hashed."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for _, leaf in leaves(batch):
         if isinstance(leaf, Tensor):
-            found.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
-            found.update(_bytes(leaf))
+            hasher.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
+            hasher.update(_bytes(leaf))
         elif isinstance(leaf, np.ndarray) and leaf.dtype != object:
-            found.update(repr((leaf.dtype, leaf.shape)).encode())
-            found.update(np.ascontiguousarray(leaf).tobytes())
+            hasher.update(repr((leaf.dtype, leaf.shape)).encode())
+            hasher.update(np.ascontiguousarray(leaf).tobytes())
         elif leaf is None or isinstance(leaf, (str, bytes, int, float, bool)):
-            found.update(repr(leaf).encode())
+            hasher.update(repr(leaf).encode())
         else:
             return None
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def digest_of_weights(state: Mapping[str, Tensor]) -> str:
     """Return a digest of the parameters and buffers of a model."""
-    found = hashlib.blake2b(digest_size=16)
+    hasher = hashlib.blake2b(digest_size=16)
     for name, value in state.items():
-        found.update(repr((name, value.dtype, tuple(value.shape))).encode())
-        found.update(_bytes(value))
-    return found.hexdigest()
+        hasher.update(repr((name, value.dtype, tuple(value.shape))).encode())
+        hasher.update(_bytes(value))
+    return hasher.hexdigest()
 
 
 def _bytes(x: Tensor) -> memoryview:

@@ -43,15 +43,15 @@ class CallHooks:
         """Follow these modules as well, for as long as each exists."""
         for module in modules:
             key = id(module)
-            known, entry = self._entries.get(key), _followed.get(key)
-            if known is not None and known.reference() is module:
+            followed, entry = self._entries.get(key), _followed.get(key)
+            if followed is not None and followed.reference() is module:
                 continue
             if entry is None or entry.reference() is not module:  # the id of one that is gone
                 entry = _followed[key] = _Followed(weakref.ref(module), _patched(type(module)))
             entry.pairs[self._pair] += 1
             self._entries[key] = entry
-            if known is not None:
-                self._drop(key, known)
+            if followed is not None:
+                self._drop(key, followed)
         # Here, not when one is freed: a class that changes while a compiler reads it breaks the compilation.
         for key, entry in list(self._entries.items()):
             if entry.reference() is None:

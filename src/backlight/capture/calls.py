@@ -119,18 +119,18 @@ def operation_name(function: Any) -> str:
     return f"{field}.{word}" if field in _PROPERTIES or word == "set" else ""
 
 
-def tensors_in(values: Any, found: list[torch.Tensor] | None = None, depth: int = 4) -> list[torch.Tensor]:
+def tensors_in(values: Any, out: list[torch.Tensor] | None = None, depth: int = 4) -> list[torch.Tensor]:
     """Return the tensors in nested lists, tuples and dicts, in order."""
-    found = [] if found is None else found
+    out = [] if out is None else out
     if isinstance(values, torch.Tensor):
-        found.append(values)
+        out.append(values)
     elif depth and isinstance(values, (tuple, list)):
         for value in values:
-            tensors_in(value, found, depth - 1)
+            tensors_in(value, out, depth - 1)
     elif depth and isinstance(values, dict):
         for value in values.values():
-            tensors_in(value, found, depth - 1)
-    return found
+            tensors_in(value, out, depth - 1)
+    return out
 
 
 def written_in_place(name: str, inputs: list[torch.Tensor], kwargs: dict[str, Any]) -> list[torch.Tensor]:

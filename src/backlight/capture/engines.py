@@ -120,10 +120,10 @@ class EngineOptimizer:
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of the user's optimizer, each with the model's parameters."""
         outer, options = self._outer(), self.inner.param_groups
-        held = self._shared if self.shares else [] if outer is None else _groups(outer)
-        if len(options) != len(held):  # ZeRO takes all groups but one out while it steps
-            options = [{} for _ in held]
-        return [{**group, "params": own} for group, own in zip(options, held, strict=True)]
+        parameters_of = self._shared if self.shares else [] if outer is None else _groups(outer)
+        if len(options) != len(parameters_of):  # ZeRO takes all groups but one out while it steps
+            options = [{} for _ in parameters_of]
+        return [{**group, "params": members} for group, members in zip(options, parameters_of, strict=True)]
 
     @property
     def state(self) -> Any:
@@ -147,10 +147,10 @@ class EngineOptimizer:
         if self.found_inf is not None:
             self.found_inf.fill_(skipped)
         norm = getattr(outer, "_global_grad_norm", None)
-        found = None if norm is None else torch.as_tensor(norm, dtype=torch.float32).detach()
-        if found is not None and type(outer).__name__ == _SCALED_NORM:
-            found = found / (self.grad_scale or 1.0)
-        return skipped, float(getattr(outer, "clip_grad", 0.0) or 0.0), found
+        norm_before = None if norm is None else torch.as_tensor(norm, dtype=torch.float32).detach()
+        if norm_before is not None and type(outer).__name__ == _SCALED_NORM:
+            norm_before = norm_before / (self.grad_scale or 1.0)
+        return skipped, float(getattr(outer, "clip_grad", 0.0) or 0.0), norm_before
 
     def release(self) -> None:
         """Take the gradients from the shares."""
@@ -176,20 +176,20 @@ def shared(parameter: Any) -> Any:
 
 def engine_places(roots: Sequence[nn.Module]) -> dict[int, FlatPlace]:
     """Return the positions of shares, and of frozen parameters that stage 3 cuts, by ``id`` of the tensor."""
-    found = {id(share.tensor): share.place for share in SHARES.values()}
+    places = {id(share.tensor): share.place for share in SHARES.values()}
     for root in roots if _KNOWN else ():
-        found |= attempt(root, partial(_frozen_places, root), "frozen parameters") or {}
-    return found
+        places |= attempt(root, partial(_frozen_places, root), "frozen parameters") or {}
+    return places
 
 
 def _frozen_places(root: nn.Module) -> dict[int, FlatPlace]:
-    found = {}
+    places = {}
     parameter: Any
     for parameter in root.parameters():
         if hasattr(parameter, "ds_id") and id(parameter) not in SHARES:
             size, start = _own_part(parameter)
-            found[id(parameter)] = _place(tuple(parameter.ds_shape), start, size)
-    return found
+            places[id(parameter)] = _place(tuple(parameter.ds_shape), start, size)
+    return places
 
 
 def why_unmeasured(tensor: torch.Tensor) -> str:
@@ -203,14 +203,14 @@ def adapted(outer: Any) -> EngineOptimizer | None:
     """Return what stands for the optimizer of an engine; None for any other object."""
     if not any(issubclass(type(outer), kind) for kind in optimizer_kinds()):
         return None
-    known = _KNOWN.get(outer)
-    if known is None:
+    engine = _KNOWN.get(outer)
+    if engine is None:
         # Named as the optimizer that the user chose: fingerprints and findings name the class.
         kind = type(type(outer.optimizer).__name__, (EngineOptimizer,), {})
-        known = attempt(outer, lambda: kind(outer))
-        if known is not None:
-            _KNOWN[outer] = known
-    return known
+        engine = attempt(outer, lambda: kind(outer))
+        if engine is not None:
+            _KNOWN[outer] = engine
+    return engine
 
 
 def attempt(outer: Any, call: Callable[[], Result], what: str = "steps") -> Result | None:
@@ -239,14 +239,14 @@ def are_imported() -> bool:
 
 def live_engines() -> list[EngineOptimizer]:
     """Return what stands for the optimizer of every engine of the process."""
-    found = []
-    for one in gc.get_objects():
+    optimizers = []
+    for candidate in gc.get_objects():
         # type() first: isinstance() on a third-party object may run its __class__ property.
-        if issubclass(type(one), engine_kinds()):
-            ENGINES.add(one)
-        elif (optimizer := adapted(one)) is not None:
-            found.append(optimizer)
-    return found
+        if issubclass(type(candidate), engine_kinds()):
+            ENGINES.add(candidate)
+        elif (optimizer := adapted(candidate)) is not None:
+            optimizers.append(optimizer)
+    return optimizers
 
 
 def engines(roots: Iterable[nn.Module]) -> list[tuple[Any, list[int]]]:
@@ -254,12 +254,12 @@ def engines(roots: Iterable[nn.Module]) -> list[tuple[Any, list[int]]]:
     if not are_imported():
         return []
     inside = {id(module): module for root in roots for module in root.modules()}
-    met: list[Any] = [one for one in inside.values() if issubclass(type(one), engine_kinds())]
-    met += [one for one in ENGINES if one not in met and id(one.module) in inside]
-    groups = [(one, one.seq_data_parallel_group) for one in met]
+    met: list[Any] = [module for module in inside.values() if issubclass(type(module), engine_kinds())]
+    met += [engine for engine in ENGINES if engine not in met and id(engine.module) in inside]
+    groups = [(engine, engine.seq_data_parallel_group) for engine in met]
     return [
-        (one, list(torch.distributed.get_process_group_ranks(group)))
-        for one, group in groups
+        (engine, list(torch.distributed.get_process_group_ranks(group)))
+        for engine, group in groups
         if group is not None
     ]
 
@@ -279,7 +279,7 @@ def optimizer_kinds() -> Iterator[type]:
 
 def _groups(outer: Any) -> list[list[torch.Tensor]]:
     groups: list[list[torch.Tensor]] = next(
-        (found for name in _GROUPS if (found := getattr(outer, name, None)) is not None), []
+        (groups_of for name in _GROUPS if (groups_of := getattr(outer, name, None)) is not None), []
     )
     of = getattr(outer, "sub_group_to_group_id", None)
     if not of:
@@ -320,8 +320,8 @@ def _gradient(outer: Any, parameter: Any, size: int) -> torch.Tensor | None:
         if outer.offload_optimizer:
             flat: torch.Tensor | None = outer.fp32_partitioned_groups_flat[group].grad
             return None if flat is None else flat.narrow(0, offset, size)
-        own: torch.Tensor = sys.modules["deepspeed.utils"].safe_get_local_grad(parameter)
-        return own.view(-1)[:size]
+        local_part: torch.Tensor = sys.modules["deepspeed.utils"].safe_get_local_grad(parameter)
+        return local_part.view(-1)[:size]
     mapping = parameter._hp_mapping
     if mapping is None:
         return torch.empty(0, device=parameter.device)
@@ -350,12 +350,12 @@ def underlying(optimizer: Any) -> list[torch.optim.Optimizer]:
         return [engine]  # type: ignore[list-item]  # it has what is used of one
     several = getattr(optimizer, "optimizers", None)
     if isinstance(several, (list, tuple)) and several and all(hasattr(o, "param_groups") for o in several):
-        return [inner for one in several for inner in underlying(one)]
-    one = getattr(optimizer, "optimizer", None)
-    if adapted(one) is not None:
-        return underlying(one)
-    if isinstance(one, torch.optim.Optimizer) and not getattr(type(optimizer).step, "hooked", False):
-        return underlying(one)
+        return [inner for optimizer in several for inner in underlying(optimizer)]
+    wrapped = getattr(optimizer, "optimizer", None)
+    if adapted(wrapped) is not None:
+        return underlying(wrapped)
+    if isinstance(wrapped, torch.optim.Optimizer) and not getattr(type(optimizer).step, "hooked", False):
+        return underlying(wrapped)
     return [optimizer]
 
 
@@ -446,14 +446,14 @@ def _begin(hub: Hub, outer: Any) -> EngineOptimizer | None:
 
 def _end(hub: Hub, outer: Any, engine: EngineOptimizer) -> None:
     """Report the end of a step, with what the engine did in it."""
-    found = attempt(outer, engine.end)
-    skipped, limit, norm = (False, 0.0, None) if found is None else found
+    ended = attempt(outer, engine.end)
+    skipped, limit, norm = (False, 0.0, None) if ended is None else ended
     is_scaled = engine.grad_scale is not None
     if is_scaled:
         hub.emit("unscaled", engine, engine)
     if limit and not skipped:
-        own = [parameter for group in engine.param_groups for parameter in group["params"]]
-        hub.emit("clip_begin", "norm", own, limit, norm)
+        parameters = [parameter for group in engine.param_groups for parameter in group["params"]]
+        hub.emit("clip_begin", "norm", parameters, limit, norm)
         hub.emit("clip_end")
     hub.emit("optimizer_end", engine)
     if is_scaled:
@@ -485,8 +485,8 @@ def _install_clipping(hub: Hub, patches: Patches) -> None:
             hub.emit("unscaled", None, self.basic_optimizer)
             original(self)
             if norms:
-                own = [p for p in self.module.parameters() if p.grad is not None]
-                hub.emit("clip_begin", "norm", own, float(self.gradient_clipping()), norms.pop())
+                parameters = [p for p in self.module.parameters() if p.grad is not None]
+                hub.emit("clip_begin", "norm", parameters, float(self.gradient_clipping()), norms.pop())
                 hub.emit("clip_end")
 
         return clip_fp32_gradients

@@ -67,14 +67,14 @@ def _script_hash(script: str) -> str:
 
 def _hyperparameters(optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
     """Return the options by optimizer and name; different ones of its groups are listed."""
-    found: dict[str, dict[str, None]] = {}
+    options: dict[str, dict[str, None]] = {}
     for place, optimizer in enumerate(optimizers):
         name = type(optimizer).__name__ + (f" {place}" if len(optimizers) > 1 else "")
         for group in optimizer.param_groups:
             for option, value in group.items():
                 if option not in _NO_OPTIONS and isinstance(value, (bool, int, float, str, tuple)):
-                    found.setdefault(f"{name}.{option}", {})[str(value)] = None
-    return {option: ", ".join(values) for option, values in found.items()}
+                    options.setdefault(f"{name}.{option}", {})[str(value)] = None
+    return {option: ", ".join(values) for option, values in options.items()}
 
 
 def _versions() -> dict[str, str]:

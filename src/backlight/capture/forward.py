@@ -70,10 +70,10 @@ class ScopeForwards(Listener):
         if self._scope.has_models:
             self._forwards.follow(self.models)
             return
-        known = HUB.optimizers.known()
-        if known:
+        optimizers = HUB.optimizers.existing()
+        if optimizers:
             HUB.seen.scan()  # once: a scan visits every object of the process
-        for optimizer in known:
+        for optimizer in optimizers:
             self._follow_held(optimizer)
 
     def stop(self) -> None:
@@ -90,18 +90,18 @@ class ScopeForwards(Listener):
             self._follow_held(optimizer)
 
     def _follow_held(self, optimizer: torch.optim.Optimizer) -> bool:
-        found = holding(HUB.seen.roots(), {id(tensor) for tensor in parameters_of(optimizer)})
-        known = self.models
-        self._know([*known, *(model for model in found if all(model is not one for one in known))])
-        self._forwards.follow(found)
-        return bool(found)
+        roots = holding(HUB.seen.roots(), {id(tensor) for tensor in parameters_of(optimizer)})
+        models = self.models
+        self._know([*models, *(model for model in roots if all(model is not m for m in models))])
+        self._forwards.follow(roots)
+        return bool(roots)
 
     def _on_change(self) -> None:
-        held = {id(tensor) for tensor in self._scope.table.tensors()}
+        held_ids = {id(tensor) for tensor in self._scope.table.tensors()}
         try:
-            found = self._scope.roots(held)
-            self._know(found)
-            self._forwards.follow(found)
+            roots = self._scope.roots(held_ids)
+            self._know(roots)
+            self._forwards.follow(roots)
         except Exception as error:
             if is_interrupt(error):
                 raise

@@ -56,12 +56,12 @@ def _wrapped(original: Any) -> Any:
 class DropoutCalls:
     """Notes calls that drop values although no argument says that this is training.
 
-    ``found`` has function, probability and line of each. ``F.dropout`` with ``training=True`` written out is
+    ``rows`` has function, probability and line of each. ``F.dropout`` with ``training=True`` written out is
     meant, and left out. Compiled code is neither changed nor observed.
     """
 
     def __init__(self) -> None:
-        self.found: list[tuple[str, float, SourceLine | None]] = []
+        self.rows: list[tuple[str, float, SourceLine | None]] = []
         self._patches = Patches()
 
     def start(self) -> bool:
@@ -98,4 +98,4 @@ class DropoutCalls:
 
     def _note(self, name: str, p: float) -> None:
         if not torch.compiler.is_compiling():
-            self.found.append((name, p, user_line(sys._getframe(2))))
+            self.rows.append((name, p, user_line(sys._getframe(2))))

@@ -47,7 +47,7 @@ class CapturedWork:
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that have stepped, in that order."""
-        return [one for reference in self._optimizers if (one := reference()) is not None]
+        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
 
 
 def install_graph_capture(hub: Hub, patches: Patches) -> None:

@@ -134,10 +134,10 @@ def install_fsdp_clipping(hub: Hub, patches: Patches) -> None:
         def clip_grad_norm_(self: Any, max_norm: float, *args: Any, **kwargs: Any) -> Any:
             if not hub.active or not _is_sharded(self):  # else torch's own function follows
                 return original(self, max_norm, *args, **kwargs)
-            own = [p for p in self.parameters() if p.grad is not None]
-            hub.emit("clip_nears", own)
+            parameters = [p for p in self.parameters() if p.grad is not None]
+            hub.emit("clip_nears", parameters)
             norm = original(self, max_norm, *args, **kwargs)
-            hub.emit("clip_begin", "norm", own, float(max_norm), norm.detach())
+            hub.emit("clip_begin", "norm", parameters, float(max_norm), norm.detach())
             hub.emit("clip_end")
             return norm
 
@@ -295,15 +295,15 @@ def install_backward(hub: Hub, patches: Patches) -> None:
     patches.replace(torch.autograd, "grad", wrap_grad)
 
 
-def _kept(given: Any) -> tuple[Any, Sequence[torch.Tensor]]:
+def _kept(argument: Any) -> tuple[Any, Sequence[torch.Tensor]]:
     """Return what was given, an iterator read into a tuple, and the tensors in it."""
-    if isinstance(given, torch.Tensor):
-        return given, (given,)
-    if isinstance(given, Iterator):
-        given = tuple(given)
+    if isinstance(argument, torch.Tensor):
+        return argument, (argument,)
+    if isinstance(argument, Iterator):
+        argument = tuple(argument)
     # type() first: an edge of a graph is a named tuple.
-    listed = given if type(given) in {list, tuple} else ()
-    return given, tuple(one for one in listed if isinstance(one, torch.Tensor))
+    listed = argument if type(argument) in {list, tuple} else ()
+    return argument, tuple(edge for edge in listed if isinstance(edge, torch.Tensor))
 
 
 def install_grad_scaler(hub: Hub, patches: Patches) -> None:
@@ -346,7 +346,7 @@ def install_grad_scaler(hub: Hub, patches: Patches) -> None:
                 return original(self, optimizer, *args, **kwargs)
             hub.optimizers.use(optimizer)
             steps: list[Any] = []
-            handle = optimizer.register_step_post_hook(lambda *given: steps.append(given))
+            handle = optimizer.register_step_post_hook(lambda *call: steps.append(call))
             hub.emit("scaler_begin", self, optimizer)
             try:
                 return original(self, optimizer, *args, **kwargs)

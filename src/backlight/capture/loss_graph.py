@@ -93,7 +93,7 @@ def addends(root: Node | None) -> int | None:
             return count
         node = pending.pop()
         kind = kind_of(node)
-        below = [one for one in inputs_of(node) if one is not None] if node is not None else []
+        below = [n for n in inputs_of(node) if n is not None] if node is not None else []
         if kind in {"Add", "Sub"}:
             pending += below
         elif kind == "Sum" or getattr(node, "_saved_reduction", None) == _SUM_REDUCTION:
@@ -138,7 +138,7 @@ def are_plain(node: Node, *names: str) -> bool:
     Unpacking what a hook has packed may compute a checkpointed forward again.
     """
     saved = [getattr(node, f"_raw_saved_{name}", None) for name in names]
-    return SHOWS_HOOKS and all(getattr(one, "unpack_hook", one) is None for one in saved)
+    return SHOWS_HOOKS and all(getattr(wrapped, "unpack_hook", wrapped) is None for wrapped in saved)
 
 
 def single_losses(root: Node | None) -> Tensor | None:
@@ -154,8 +154,8 @@ def single_losses(root: Node | None) -> Tensor | None:
             differences: Tensor = node._saved_self.detach() - node._saved_target.detach()
             return differences.square()
         if kind == "BinaryCrossEntropyWithLogits" and are_plain(node, "self", "target"):
-            given = node._saved_self.detach(), node._saved_target.detach()
-            return functional.binary_cross_entropy_with_logits(*given, reduction="none")
+            operands = node._saved_self.detach(), node._saved_target.detach()
+            return functional.binary_cross_entropy_with_logits(*operands, reduction="none")
     return None
 
 

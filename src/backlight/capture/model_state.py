@@ -44,27 +44,27 @@ def gathered(model: nn.Module) -> Iterator[None]:
     places: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     hooks: list[tuple[dict[int, Any], dict[int, Any]]] = []
     for module in dict.fromkeys(module for _, module in walk(model)):
-        own = table_of(module, "_parameters")
-        for key, part in own.items():
+        parameters = table_of(module, "_parameters")
+        for key, part in parameters.items():
             if hasattr(part, "placements"):
                 if id(part) not in wholes:
                     wholes[id(part)] = nn.Parameter(full(part.detach()), requires_grad=part.requires_grad)
-                places.append((own, key, part))
+                places.append((parameters, key, part))
         for name in _HOOKS:
             table = vars(module).get(name) or {}
             if any(_communicates(hook) for hook in table.values()):
                 hooks.append((table, dict(table)))
     try:
-        for own, key, part in places:
-            own[key] = wholes[id(part)]
+        for parameters, key, part in places:
+            parameters[key] = wholes[id(part)]
         for table, kept in hooks:
             for number, hook in kept.items():
                 if _communicates(hook):
                     del table[number]
         yield
     finally:
-        for own, key, part in places:
-            own[key] = part
+        for parameters, key, part in places:
+            parameters[key] = part
         for table, kept in hooks:
             table.clear()
             table.update(kept)  # in their order
@@ -108,11 +108,11 @@ def unsharded(roots: Iterable[torch.nn.Module]) -> dict[int, torch.Tensor]:
 
     Before the first forward of a module, and in a release that names them otherwise, there are none.
     """
-    found: dict[int, torch.Tensor] = {}
+    whole_of: dict[int, torch.Tensor] = {}
     for root in roots:
         for _, module in walk(root):
-            found.update(wholes(module))
-    return found
+            whole_of.update(wholes(module))
+    return whole_of
 
 
 class PreservedState:

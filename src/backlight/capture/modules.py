@@ -293,19 +293,19 @@ class Prefixes:
     """
 
     def __init__(self) -> None:
-        self._given: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._entries: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
 
     def of(self, roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
         """Return ``roots`` with their prefixes."""
-        self._given = {key: entry for key, entry in self._given.items() if entry[0]() is not None}
-        taken = {prefix for _, prefix in self._given.values()}
+        self._entries = {key: entry for key, entry in self._entries.items() if entry[0]() is not None}
+        taken = {prefix for _, prefix in self._entries.values()}
         lone = len(roots) == 1 and not taken
         for root in roots:
-            if id(root) not in self._given:
+            if id(root) not in self._entries:
                 prefix = "" if lone else _free(_variable(root) or kind_of(unwrapped(root)), taken)
                 taken.add(prefix)
-                self._given[id(root)] = (weakref.ref(root), prefix)
-        return [(self._given[id(root)][1], root) for root in roots]
+                self._entries[id(root)] = (weakref.ref(root), prefix)
+        return [(self._entries[id(root)][1], root) for root in roots]
 
 
 def _variable(root: nn.Module) -> str:

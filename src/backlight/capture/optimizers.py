@@ -63,7 +63,7 @@ class SeenOptimizers:
     def use_holders(self, tensors: Iterable[torch.Tensor]) -> None:
         """Count every optimizer that holds one of ``tensors`` as used."""
         wanted = {id(tensor) for tensor in tensors}
-        for optimizer in self.known():
+        for optimizer in self.existing():
             if any(id(p) in wanted or id(p.grad) in wanted for p in parameters_of(optimizer)):
                 self._in_use.add(id(optimizer))
 
@@ -73,7 +73,7 @@ class SeenOptimizers:
 
     def alive(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that exist and are in use."""
-        return [optimizer for optimizer in self.known() if id(optimizer) in self._in_use]
+        return [optimizer for optimizer in self.existing() if id(optimizer) in self._in_use]
 
     def is_any_alive(self) -> bool:
         """Return whether :meth:`alive` has any."""
@@ -82,12 +82,12 @@ class SeenOptimizers:
                 return True
         return False
 
-    def known(self) -> list[torch.optim.Optimizer]:
+    def existing(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers that exist, in use or not."""
         self._references = [r for r in self._references if r() is not None]
-        found = [reference() for reference in self._references]
+        existing = [reference() for reference in self._references]
         parts = self._parts
-        return [o for o in found if o is not None and o not in parts and getattr(o, "param_groups", None)]
+        return [o for o in existing if o is not None and o not in parts and getattr(o, "param_groups", None)]
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -149,12 +149,12 @@ def is_nested(optimizer: torch.optim.Optimizer) -> bool:
 
 def hooked_steps(kind: type[torch.optim.Optimizer]) -> list[Any]:
     """Return the ``step`` of each class of an optimizer around which torch has put its hooks."""
-    found = []
+    steps = []
     for base in kind.__mro__:
         step = base.__dict__.get("step")
         if getattr(step, "hooked", False):
-            found.append(step)
-    return found
+            steps.append(step)
+    return steps
 
 
 PROBES = 4
@@ -186,14 +186,14 @@ class ReachedOptimizers:
 
         True where they hold that of earlier ones as well, which nothing has cleared in between.
         """
-        found = {}
+        reached = {}
         for number, before in self._before.items():
             after = _state(self._probes[number])
             if any(new is not None and new != old for new, old in zip(after, before, strict=True)):
                 left = self._left.get(number, ())
-                found[number] = any(old is not None and old in left for old in before)
+                reached[number] = any(old is not None and old in left for old in before)
                 self._left[number] = after
-        return found
+        return reached
 
     def _choose(self) -> Iterator[tuple[int, list[weakref.ref[torch.Tensor]]]]:
         for optimizer in self._scope.optimizers():
@@ -251,7 +251,7 @@ def leaves_below(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             leaves.append(leaf)
-        below = [one for one, _ in node.next_functions if one is not None and one not in seen]
+        below = [n for n, _ in node.next_functions if n is not None and n not in seen]
         seen.update(below)
         pending.extend(dict.fromkeys(below))
     return leaves

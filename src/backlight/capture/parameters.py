@@ -52,33 +52,33 @@ def named_roots(seen: SeenModules) -> list[tuple[str, nn.Module]]:
 
 def candidates(roots: list[tuple[str, nn.Module]]) -> list[Candidate]:
     """Return every parameter of the models in model order, a tied one once."""
-    found: dict[int, Candidate] = {}
+    by_id: dict[int, Candidate] = {}
     for index, (prefix, root) in enumerate(roots):
         modules = dict(walk(root, prefix))
         for named in named_parameters(root, prefix):
             key = id(named.parameter)
-            earlier = found.get(key)
+            earlier = by_id.get(key)
             if earlier is None:
                 owner = modules.get(named.module)
-                found[key] = Candidate(named.name, named.parameter, owner, named.module, index)
+                by_id[key] = Candidate(named.name, named.parameter, owner, named.module, index)
             else:
-                found[key] = Candidate(
+                by_id[key] = Candidate(
                     earlier.name, earlier.parameter, earlier.owner, earlier.module, earlier.root,
                     (*earlier.aliases, named.name),
                 )  # fmt: skip
-    return list(found.values())
+    return list(by_id.values())
 
 
 def plain_tensors(roots: list[tuple[str, nn.Module]]) -> list[tuple[str, torch.Tensor]]:
     """Return tensors that modules hold as plain attributes and that require a gradient but are no leaves."""
-    found = []
+    tensors = []
     for prefix, root in roots:
         for name, module in walk(root, prefix):
             for key, value in list(vars(module).items()):
                 # type() first: isinstance() on a third-party object may run its __class__ property.
                 if hasattr(type(value), "requires_grad") and value.requires_grad and not value.is_leaf:
-                    found.append((f"{name}.{key}" if name else key, value))
-    return found
+                    tensors.append((f"{name}.{key}" if name else key, value))
+    return tensors
 
 
 class RegistrationLines:
@@ -123,8 +123,8 @@ class RegistrationLines:
 
 
 def _line_of(table: dict[int, tuple[weakref.ref[Any], SourceLine]], thing: Any) -> SourceLine | None:
-    known = table.get(id(thing))
-    return known[1] if known is not None and known[0]() is thing else None
+    entry = table.get(id(thing))
+    return entry[1] if entry is not None and entry[0]() is thing else None
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -183,8 +183,8 @@ class ParameterTable:
         if kind is None:
             return False
         parameter, record = self.tensor(row), self.records[row]
-        known = self._placed.get(row, getattr(parameter, "placements", None))
-        if known == kind:
+        placed = self._placed.get(row, getattr(parameter, "placements", None))
+        if placed == kind:
             return False
         self._placed[row] = kind
         is_same = kind == getattr(parameter, "placements", None)
@@ -251,8 +251,8 @@ def build_table(
     roots = list(models)
     if not models:
         roots = holding(seen.roots(), wanted)
-        held = {id(n.parameter) for root in roots for n in named_parameters(root)}
-        if wanted - held:
+        model_ids = {id(n.parameter) for root in roots for n in named_parameters(root)}
+        if wanted - model_ids:
             seen.scan()
             roots = holding(seen.roots(), wanted)
     named_roots = (prefixes or Prefixes()).of(roots)
@@ -276,8 +276,8 @@ def build_table(
     for key, (group, tensor, position) in groups.items():
         if key not in rows:
             row = None if former is None else former.row(tensor)
-            known = None if former is None or row is None else former.records[row]
-            name = _former_name(tensor, seen, modules) or (known.name if known is not None else "")
+            earlier = None if former is None or row is None else former.records[row]
+            name = _former_name(tensor, seen, modules) or (earlier.name if earlier is not None else "")
             if not name or name in taken:
                 name = position
             taken.add(name)
@@ -288,10 +288,10 @@ def build_table(
 
 def _former_name(tensor: torch.Tensor, seen: SeenModules, modules: Mapping[int, str]) -> str:
     """Return ``replaced.`` and the name that a tensor had in one of ``modules``, empty if it had none."""
-    found = seen.replaced(tensor)
-    if found is None or id(found[0]) not in modules:
+    replaced = seen.replaced(tensor)
+    if replaced is None or id(replaced[0]) not in modules:
         return ""
-    return ".".join(part for part in ("replaced", modules[id(found[0])], found[1]) if part)
+    return ".".join(part for part in ("replaced", modules[id(replaced[0])], replaced[1]) if part)
 
 
 def _groups(
@@ -379,7 +379,7 @@ class Scope:
     ) -> None:
         self._models = [weakref.ref(model) for model in models]
         # By id, which may be that of another one when it is gone.
-        self._given = {id(optimizer): weakref.ref(optimizer) for optimizer in optimizers}
+        self._chosen = {id(optimizer): weakref.ref(optimizer) for optimizer in optimizers}
         self._changes = -1
         self._by_hand: list[weakref.ref[torch.Tensor]] = []
         self._groups: tuple[int, ...] = ()
@@ -394,12 +394,12 @@ class Scope:
         """The models that were given, as far as they exist."""
         return [model for reference in self._models if (model := reference()) is not None]
 
-    def roots(self, held: set[int] | None = None) -> list[nn.Module]:
-        """Return the models of the scope; of all in the process those that hold one of ``held``, by id."""
+    def roots(self, ids: set[int] | None = None) -> list[nn.Module]:
+        """Return the models of the scope; of all in the process those that hold one of ``ids``, by id."""
         if self._models:
             return self.models
-        found = HUB.seen.roots()
-        return found if held is None else holding(found, held)
+        seen_roots = HUB.seen.roots()
+        return seen_roots if ids is None else holding(seen_roots, ids)
 
     @property
     def has_models(self) -> bool:
@@ -409,31 +409,31 @@ class Scope:
     @property
     def has_optimizers(self) -> bool:
         """Whether optimizers were given, which may be gone."""
-        return bool(self._given)
+        return bool(self._chosen)
 
     def renewed(self) -> Scope:
         """Return a scope of the same models and optimizers, with nothing known of them yet."""
         scope = Scope()
-        scope._models, scope._given = self._models, self._given
+        scope._models, scope._chosen = self._models, self._chosen
         return scope
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the optimizers of the scope that exist now, in a stable order."""
-        if not self._given:
+        if not self._chosen:
             return self._covered(HUB.optimizers.alive())
-        return [one for reference in self._given.values() if (one := reference()) is not None]
+        return [optimizer for reference in self._chosen.values() if (optimizer := reference()) is not None]
 
     def covers(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` is or would be of the scope, whatever thread it is used in."""
         return bool(self._covered([optimizer]))
 
     def _covered(self, optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        if self._given:
-            return [o for o in optimizers if (known := self._given.get(id(o))) is not None and known() is o]
+        if self._chosen:
+            return [o for o in optimizers if (r := self._chosen.get(id(o))) is not None and r() is o]
         if not self._models:
             return optimizers
-        own = {id(n.parameter) for model in self.models for n in named_parameters(model)}
-        return [o for o in optimizers if any(id(p) in own for p in parameters_of(o))]
+        ids = {id(n.parameter) for model in self.models for n in named_parameters(model)}
+        return [o for o in optimizers if any(id(p) in ids for p in parameters_of(o))]
 
     def refresh(self) -> bool:
         """Bring the table up to date with modules, optimizers, groups and what is frozen; True if changed."""
@@ -476,26 +476,26 @@ class Scope:
 
     def train_by_hand(self, tensors: Sequence[torch.Tensor]) -> None:
         """Take in tensors that get gradients and are in no optimizer, because none exists."""
-        known = {id(tensor) for noted in self._by_hand if (tensor := noted()) is not None}
-        news = [weakref.ref(tensor) for tensor in tensors if id(tensor) not in known]
+        noted_ids = {id(tensor) for noted in self._by_hand if (tensor := noted()) is not None}
+        news = [weakref.ref(tensor) for tensor in tensors if id(tensor) not in noted_ids]
         if news:
             self._by_hand += news
             self._changes = -1
 
     def _signature(self) -> tuple[int, ...]:
         # Cheap enough for every step: a changed group is another list or has another length.
-        found: list[int] = []
-        alive = map(call, self._given.values()) if self._given else HUB.optimizers.alive()
+        signature: list[int] = []
+        alive = map(call, self._chosen.values()) if self._chosen else HUB.optimizers.alive()
         for optimizer in alive:
             for group in () if optimizer is None else optimizer.param_groups:
-                found += (id(optimizer), id(group["params"]), len(group["params"]))
-        return tuple(found)
+                signature += (id(optimizer), id(group["params"]), len(group["params"]))
+        return tuple(signature)
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether the scope covers ``optimizer``."""
-        if self._given:
-            known = self._given.get(id(optimizer))
-            return known is not None and known() is optimizer
+        if self._chosen:
+            reference = self._chosen.get(id(optimizer))
+            return reference is not None and reference() is optimizer
         if id(optimizer) not in self.numbers:
             self.refresh()
         return id(optimizer) in self.numbers

@@ -195,7 +195,7 @@ def _overlaps(tensor: Tensor) -> bool:
 class Taps:
     """Forward hooks on ``modules``, whose first argument and only result are tensors, for as long as entered.
 
-    N is ``samples``. ``one`` are the calls of a forward pass of one sample: the dimension in which an input
+    N is ``samples``. ``sample_calls`` are of a forward pass of one sample: the dimension in which an input
     differs from it is that of the samples, and one that does not differ is shared by all of them. Where that
     is not known, a leading dimension of N f holds f rows of each sample; where the second dimension is N and
     the first is not, samples lie along the second; a leading dimension of 1, and an embedding without a batch
@@ -220,7 +220,7 @@ class Taps:
         samples: int,
         sink: Sink | None,
         *,
-        one: Sequence[Call] = (),
+        sample_calls: Sequence[Call] = (),
         broadcast: bool = True,
     ) -> None:
         self.modules = tuple(modules)
@@ -231,7 +231,7 @@ class Taps:
         self.without_grad = False
         self.forward = True
         self.anchor = torch.zeros((), requires_grad=True)
-        self._one, self._broadcast = one, broadcast
+        self._sample_calls, self._broadcast = sample_calls, broadcast
         self._dims: dict[Call, int | None] = {}
         self._numbers = {id(module): number for number, module in enumerate(self.modules)}
         self._handles: list[Any] = []
@@ -294,10 +294,10 @@ class Taps:
     def _probed(self, module: nn.Module, x: Tensor) -> int | None:
         """Return the sample dimension that the same call of one sample shows."""
         n, number = self.samples, len(self.calls) - 1
-        called, shape = self._one[number] if number < len(self._one) else (-1, ())
+        called, shape = self._sample_calls[number] if number < len(self._sample_calls) else (-1, ())
         if called != self._numbers[id(module)] or len(shape) != x.dim() or n == 1:
             return _UNKNOWN
-        changed = [i for i, (one, now) in enumerate(zip(shape, x.shape, strict=True)) if one != now]
+        changed = [i for i, (single, now) in enumerate(zip(shape, x.shape, strict=True)) if single != now]
         if not changed:
             return _SHARED
         dim = changed[0]
@@ -353,8 +353,8 @@ def gradients(
     """
     taps.forward = False
     if not taps.without_grad:
-        *found, _ = torch.autograd.grad(loss, [*leaves, taps.anchor], allow_unused=True)
-        return list(found)
+        *grads, _ = torch.autograd.grad(loss, [*leaves, taps.anchor], allow_unused=True)
+        return list(grads)
     return accumulated(loss, leaves, others=others)
 
 
@@ -370,19 +370,19 @@ def accumulated(
 @contextlib.contextmanager
 def _put_aside(leaves: Sequence[Tensor]) -> Iterator[None]:
     kept = [(leaf, leaf.grad) for leaf in leaves]
-    hooks = [found for leaf in leaves if (found := getattr(leaf, "_post_accumulate_grad_hooks", None))]
-    saved = [dict(found) for found in hooks]
+    hooks = [hooks_of for leaf in leaves if (hooks_of := getattr(leaf, "_post_accumulate_grad_hooks", None))]
+    saved = [dict(table) for table in hooks]
     try:
         for leaf, _ in kept:
             leaf.grad = None
-        for found in hooks:  # torch looks into the same dict at every call
-            found.clear()
+        for hooks_of in hooks:  # torch looks into the same dict at every call
+            hooks_of.clear()
         yield
     finally:
         for leaf, grad in kept:
             leaf.grad = grad
-        for found, values in zip(hooks, saved, strict=True):
-            found.update(values)
+        for hooks_of, values in zip(hooks, saved, strict=True):
+            hooks_of.update(values)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from backlight.capture.engines import engines
-from backlight.capture.sharding import held
+from backlight.capture.sharding import fsdp_params
 
 _APART = "post_localSGD_hook"
 """Communication hook of DDP under which ranks train apart between averages."""
@@ -37,10 +37,10 @@ class Replicas:
 
 def replicas(roots: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> dict[int, Replicas]:
     """Return the replicas of parameters below ``roots`` and among ``tensors``, by ``id`` of the parameter."""
-    found: dict[int, Replicas] = {}
+    replicas_of: dict[int, Replicas] = {}
     for tensor in tensors:
         if (ranks := _ranks_of(tensor)) is not None:
-            found[id(tensor)] = Replicas(ranks, is_exact=False, by="DTensor")
+            replicas_of[id(tensor)] = Replicas(ranks, is_exact=False, by="DTensor")
     for wrapper in wrappers(roots):
         if any(hook.__name__ == _APART for hook, _ in getattr(wrapper, "_comm_hooks", ())):
             continue
@@ -48,7 +48,7 @@ def replicas(roots: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> dic
         ranks = tuple(torch.distributed.get_process_group_ranks(wrapper.process_group))
         for name, parameter in wrapper.module.named_parameters():
             if name not in wrapper.parameters_to_ignore and len(ranks) > 1:
-                found.setdefault(id(parameter), Replicas(ranks, is_exact=True, by="DDP"))
+                replicas_of.setdefault(id(parameter), Replicas(ranks, is_exact=True, by="DDP"))
     for engine, members in engines(roots):
         for parameter in engine.module.parameters():
             # ZeRO writes over the parts of other ranks at each step; experts are on some ranks.
@@ -58,8 +58,8 @@ def replicas(roots: Iterable[nn.Module], tensors: Iterable[torch.Tensor]) -> dic
                 and getattr(parameter, "allreduce", True)
             ):
                 replica = Replicas(tuple(members), is_exact=True, by="DeepSpeed")
-                found.setdefault(id(parameter), replica)
-    return found
+                replicas_of.setdefault(id(parameter), replica)
+    return replicas_of
 
 
 def wrappers(roots: Iterable[nn.Module]) -> Iterator[Any]:
@@ -84,8 +84,8 @@ def averaged_over(roots: Sequence[nn.Module]) -> list[int]:
         return members
     for wrapper in (*wrappers(roots), *flat):
         return list(torch.distributed.get_process_group_ranks(wrapper.process_group))
-    for one in (one for root in roots for module in root.modules() for one in held(module)):
-        mesh = getattr(getattr(one, "mesh_info", None), "mesh", None)
+    for entry in (part for root in roots for module in root.modules() for part in fsdp_params(module)):
+        mesh = getattr(getattr(entry, "mesh_info", None), "mesh", None)
         return [] if mesh is None else sorted(mesh.mesh.flatten().tolist())
     return []
 
@@ -99,6 +99,6 @@ def _ranks_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     here = mesh.get_coordinate()
     if here is None:
         return None
-    place = tuple(slice(None) if one.is_replicate() else at for one, at in zip(placements, here, strict=True))
+    place = tuple(slice(None) if p.is_replicate() else at for p, at in zip(placements, here, strict=True))
     ranks = tuple(sorted(mesh.mesh[place].flatten().tolist()))
     return ranks if len(ranks) > 1 else None

@@ -39,25 +39,25 @@ def flat_places(roots: Sequence[nn.Module]) -> dict[int, FlatPlace]:
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if fsdp is None:
         return {}
-    found: dict[int, FlatPlace] = {}
+    places: dict[int, FlatPlace] = {}
     for root in roots:
         for module in root.modules():
             # type() first: isinstance() on a third-party object may run its __class__ property.
             if issubclass(type(module), fsdp) and (handle := getattr(module, "_handle", None)) is not None:
-                found.update(_places(handle))
-    return found
+                places.update(_places(handle))
+    return places
 
 
 def _places(handle: Any) -> Iterator[tuple[int, FlatPlace]]:
     line: Any = getattr(handle, "flat_param", None)
-    own, infos = getattr(line, "_params", None), getattr(line, "_shard_param_infos", None)
+    parameters, infos = getattr(line, "_params", None), getattr(line, "_shard_param_infos", None)
     world, rank = int(getattr(handle, "world_size", 1)), int(getattr(handle, "rank", 0))
-    if own is None or infos is None:
+    if parameters is None or infos is None:
         if line is not None and getattr(handle, "uses_sharded_strategy", False):
             size = int(line._sharded_size.numel())  # the last pieces are filled up with zeros
             yield id(line), FlatPlace((world * size,), _run(world * size, rank * size, size))
         return
-    for parameter, info, shape in zip(own, infos, line._shapes, strict=True):
+    for parameter, info, shape in zip(parameters, infos, line._shapes, strict=True):
         size = int(info.numel_in_shard or 0) if info.in_shard else 0
         place = _run(math.prod(shape), int(info.intra_param_start_idx or 0), size)
         yield id(parameter), FlatPlace(tuple(shape), place)
@@ -78,15 +78,15 @@ def groups(module: nn.Module) -> Iterator[tuple[Any, ...]]:
     if kind is None or not issubclass(type(module), kind):
         return
     state = getattr(module, "_get_fsdp_state", lambda: None)()
-    found = getattr(state, "_fsdp_param_groups", None)
-    if found is None:
-        one = getattr(state, "_fsdp_param_group", None)
-        found = [] if one is None else [one]
-    for group in found:
+    param_groups = getattr(state, "_fsdp_param_groups", None)
+    if param_groups is None:
+        single = getattr(state, "_fsdp_param_group", None)
+        param_groups = [] if single is None else [single]
+    for group in param_groups:
         yield tuple(getattr(group, "fsdp_params", ()))
 
 
-def held(module: nn.Module) -> Iterator[Any]:
+def fsdp_params(module: nn.Module) -> Iterator[Any]:
     """Yield what FSDP2 keeps for each parameter that ``module`` manages; nothing for any other module."""
     for group in groups(module):
         yield from group
@@ -95,8 +95,8 @@ def held(module: nn.Module) -> Iterator[Any]:
 def shards(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
     """Return the shard of each parameter that ``module`` manages, by ``id`` and name of who owns it."""
     out: dict[tuple[int, str], nn.Parameter] = {}
-    for one in held(module):
-        place, shard = getattr(one, "_module_info", None), getattr(one, "sharded_param", None)
+    for part in fsdp_params(module):
+        place, shard = getattr(part, "_module_info", None), getattr(part, "sharded_param", None)
         if place is None or not isinstance(shard, nn.Parameter):
             continue
         out[id(place.module), place.param_name] = shard
@@ -108,8 +108,8 @@ def shards(module: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
 def wholes(module: nn.Module) -> dict[int, torch.Tensor]:
     """Return the whole parameter by the ``id`` of its shard, as far as there are any."""
     out = {}
-    for one in held(module):
-        whole = getattr(one, "_unsharded_param", None)
+    for managed_param in fsdp_params(module):
+        whole = getattr(managed_param, "_unsharded_param", None)
         if isinstance(whole, torch.Tensor):
-            out[id(one.sharded_param)] = whole
+            out[id(managed_param.sharded_param)] = whole
     return out

@@ -59,7 +59,7 @@ class ForwardCall:
     """
 
     _module: weakref.ref[nn.Module]
-    _given: weakref.ref[_Given]
+    _arguments: weakref.ref[_Given]
     devices: Sequence[torch.device]
     autocast: tuple[bool, torch.dtype]
     versions: list[int]
@@ -77,30 +77,30 @@ class ForwardCall:
     @property
     def args(self) -> Sequence[Any]:
         """Its arguments by position; empty where they are gone."""
-        return (self._given() or _GONE).args
+        return (self._arguments() or _GONE).args
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
         """Its arguments by name; empty where they are gone."""
-        return (self._given() or _GONE).kwargs
+        return (self._arguments() or _GONE).kwargs
 
     @property
     def random(self) -> Sequence[Tensor]:
         """The random state of the host, then of ``devices``; empty where the arguments are gone."""
-        return (self._given() or _GONE).random
+        return (self._arguments() or _GONE).random
 
     @property
     def deltas(self) -> Mapping[int, Tensor]:
         """The gradients of its outputs, by their number among the tensors that it returned."""
-        return (self._given() or _GONE).deltas
+        return (self._arguments() or _GONE).deltas
 
     def is_gone(self) -> bool:
         """Return whether the module or its arguments are gone."""
-        return self._module() is None or self._given() is None
+        return self._module() is None or self._arguments() is None
 
     def keep(self) -> None:
         """Keep the arguments alive: their gradient is being computed."""
-        self._kept = self._given()
+        self._kept = self._arguments()
 
     def release(self) -> None:
         """Keep them no longer: an optimizer has changed the weights, or none is about to."""
@@ -116,8 +116,8 @@ class ForwardCall:
 
     def forget(self) -> None:
         """Drop every reference; hooks on its outputs may outlive the step."""
-        if (given := self._given()) is not None:
-            given.args, given.kwargs, given.random, given.deltas = (), {}, (), {}
+        if (arguments := self._arguments()) is not None:
+            arguments.args, arguments.kwargs, arguments.random, arguments.deltas = (), {}, (), {}
         self._kept = self.losses = None
 
 
@@ -140,8 +140,8 @@ class StepInputs(Listener):
         self.loss: Tensor | None = None
         self._depth = 0
         self._inside: tuple[ForwardCall, _Given] | None = None
-        self._given: list[tuple[int, Sequence[int] | None]] = []
-        self._held = 0
+        self._batches: list[tuple[int, Sequence[int] | None]] = []
+        self._bytes = 0
         self._unseen = 0
         self._last = self._most = 1  # forward passes of the step before, and of two: some loops alternate
 
@@ -152,41 +152,41 @@ class StepInputs(Listener):
         if self.calls:
             self._most, self._last = max(self._last, len(self.calls)), len(self.calls)
         self.calls, self._inside, self._depth = [], None, 0
-        self._held = self._unseen = 0
+        self._bytes = self._unseen = 0
         self.scaler = self.loss = None
 
     def unrecorded_begin(self) -> None:
         """Drop what is held: its step ends unseen."""
         self.restart()
-        self._given = []
+        self._batches = []
 
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
         """Note the dataset indices of a batch."""
-        self._given = [*self._given[1 - LOADERS :], (index, indices_of(iterator, index))]
+        self._batches = [*self._batches[1 - LOADERS :], (index, indices_of(iterator, index))]
 
     def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note a call with gradients."""
         self._depth += 1
         if self._depth > 1 or HUB.backward_depth:
             return
-        given, self._given = self._given, []
+        indices, self._batches = self._batches, []
         if not torch.is_grad_enabled() or is_transforming() or is_capturing_graph():
             return
-        known = given[0] if len(given) == 1 else (None, None)  # of several, no one knows which
+        batch = indices[0] if len(indices) == 1 else (None, None)  # of several, no one knows which
         arguments = _Given(args, kwargs)
         where = weakref.ref(unwrapped(module)), weakref.ref(arguments)
         if not self.keeps:
-            self.calls.append(ForwardCall(*where, (), (False, torch.float32), [], *known))
+            self.calls.append(ForwardCall(*where, (), (False, torch.float32), [], *batch))
             return
-        found = [x for _, x in tensors((tuple(args), dict(kwargs)))]
-        device = found[0].device.type if found else "cpu"
+        inputs = [x for _, x in tensors((tuple(args), dict(kwargs)))]
+        device = inputs[0].device.type if inputs else "cpu"
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        versions = [x._version for x in found]
+        versions = [x._version for x in inputs]
         # Those of the inputs, and of a model that moves them.
-        held = [x.device for x in (*found, *islice(module.parameters(), 1))]
-        devices = [where for where in dict.fromkeys(held) if is_accelerator(where)]
+        places = [x.device for x in (*inputs, *islice(module.parameters(), 1))]
+        devices = [where for where in dict.fromkeys(places) if is_accelerator(where)]
         arguments.random = random_states(devices)
-        call = ForwardCall(*where, devices, autocast, versions, *known)
+        call = ForwardCall(*where, devices, autocast, versions, *batch)
         self.calls.append(call)
         self._inside = call, arguments
         if len(self.calls) > self._most and not self.is_requested:
@@ -199,15 +199,15 @@ class StepInputs(Listener):
         """
         if self._depth > 1 or self._inside is None:
             return
-        call, given = self._inside
-        found = [(number, x) for number, (_, x) in enumerate(tensors(result)) if x.requires_grad]
-        scalars = [(number, x) for number, x in found if x.numel() == 1]
-        for number, output in scalars or found:
-            self._held += output.nbytes
-            if self._held > HELD_BYTES:
+        call, args = self._inside
+        outputs = [(number, x) for number, (_, x) in enumerate(tensors(result)) if x.requires_grad]
+        scalars = [(number, x) for number, x in outputs if x.numel() == 1]
+        for number, output in scalars or outputs:
+            self._bytes += output.nbytes
+            if self._bytes > HELD_BYTES:
                 call.trouble = "the outputs of its forward passes are too large to hold their gradients"
                 return
-            output.register_hook(partial(_arrived, given, number))  # type: ignore[no-untyped-call]  # torch's
+            output.register_hook(partial(_arrived, args, number))  # type: ignore[no-untyped-call]  # torch's
 
     def forward_end(self) -> None:
         """An outermost call is over."""
@@ -246,16 +246,16 @@ class StepInputs(Listener):
 
     def scale(self) -> float:
         """Return the loss scale of this step, 1 without a scaler."""
-        found = None if self.scaler is None else scale_of(self.scaler())
-        return 1.0 if found is None else float(found)
+        scale = None if self.scaler is None else scale_of(self.scaler())
+        return 1.0 if scale is None else float(scale)
 
 
-def _arrived(given: _Given, number: int, delta: Tensor) -> None:
+def _arrived(arguments: _Given, number: int, delta: Tensor) -> None:
     if torch.compiler.is_compiling():
         return
     if count_modes():
         with outside_modes():
-            _arrived(given, number, delta)
+            _arrived(arguments, number, delta)
         return
-    kept = given.deltas.get(number)
-    given.deltas[number] = delta.detach() if kept is None else kept + delta.detach()
+    kept = arguments.deltas.get(number)
+    arguments.deltas[number] = delta.detach() if kept is None else kept + delta.detach()

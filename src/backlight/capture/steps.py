@@ -331,7 +331,7 @@ class StepTracker(PhaseEvents):
         self._scalars.after_backward()
         self._summary.backwards += work.backwards
         self.backwards += work.backwards
-        if not (stepped := [one for one in work.optimizers if self._scope.holds(one)]):
+        if not (stepped := [optimizer for optimizer in work.optimizers if self._scope.holds(optimizer)]):
             return
         for optimizer in stepped:
             self._scalars.add_rates(self._scope.number(optimizer), optimizer.param_groups)
@@ -468,9 +468,9 @@ class StepTracker(PhaseEvents):
             self._summary.scale = scale.detach().clone()
 
     def _scale_inside(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | float | None:
-        found = getattr(optimizer, "found_inf", None)
-        if isinstance(found, torch.Tensor):
-            self._summary.skipped = found.detach()
+        flag = getattr(optimizer, "found_inf", None)
+        if isinstance(flag, torch.Tensor):
+            self._summary.skipped = flag.detach()
         scale = getattr(optimizer, "grad_scale", None)
         return scale.detach() if isinstance(scale, torch.Tensor) else scale
 

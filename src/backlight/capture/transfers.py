@@ -89,12 +89,12 @@ class Transfers:
             if torch.compiler.is_compiling():
                 return original(group, *args, **kwargs)
             transfers = self._counted(method, group, args, kwargs)
-            for one in transfers:
-                if one.end == "send":
-                    self._hub.emit("transferred", one)
+            for transfer_of in transfers:
+                if transfer_of.end == "send":
+                    self._hub.emit("transferred", transfer_of)
             work = original(group, *args, **kwargs)
             if transfers:
-                self._started(group, work, [one for one in transfers if one.end != "send"])
+                self._started(group, work, [t for t in transfers if t.end != "send"])
             return work
 
         return call
@@ -137,12 +137,12 @@ class Transfers:
     ) -> list[Transfer]:
         """Count a call; return its transfers if someone listens."""
         try:
-            channel, own = str(group.group_name), group.rank()
+            channel, here = str(group.group_name), group.rank()
             if method in EXCHANGES:
                 channel += f" {EXCHANGES[method]}"
             elif method in BETWEEN_TWO:
                 peer, tag = int(args[1]), args[2] if len(args) > 2 else kwargs.get("tag", 0)
-                ends = (own, peer) if method == "send" else (peer, own)
+                ends = (here, peer) if method == "send" else (peer, here)
                 channel += f" {ends[0]} {ends[1]} {tag}"
             self._numbers[channel] += 1
             if not self._hub.delivers("transferred"):
@@ -158,12 +158,12 @@ class Transfers:
                 return [
                     transfer(
                         EXCHANGES[method],
-                        "send" if a == own else "recv",
+                        "send" if a == here else "recv",
                         f"{channel} {a} {b}",
                         (members[a], members[b]),
                         part,
                     )
-                    for a, b, part in _parts(EXCHANGES[method], own, len(members), args)
+                    for a, b, part in _parts(EXCHANGES[method], here, len(members), args)
                     if 0 < (b - a) % len(members) <= NEIGHBOURS
                 ]
             value = args[0] if args else next(iter(kwargs.values()))
@@ -212,35 +212,35 @@ def install_transfers(hub: Hub, patches: Patches) -> None:
     patches.replace(dist.Work, "wait", transfers.wrap_wait)
 
 
-def _parts(call: str, own: int, size: int, args: tuple[Any, ...]) -> Iterator[tuple[int, int, Tensor]]:
+def _parts(call: str, here: int, size: int, args: tuple[Any, ...]) -> Iterator[tuple[int, int, Tensor]]:
     """Yield what an exchange takes from this rank and gives it, each with the two ranks of the group."""
     outputs, inputs = args[:2]
     if call == "all_to_all":
         if isinstance(outputs, Tensor):
             whole, counts = (outputs, inputs), args[2:4]
             outputs, inputs = (
-                one.split(count or len(one) // size) for one, count in zip(whole, counts, strict=True)
+                flat.split(count or len(flat) // size) for flat, count in zip(whole, counts, strict=True)
             )
-        yield from ((own, peer, part) for peer, part in enumerate(inputs))
-        yield from ((peer, own, part) for peer, part in enumerate(outputs))
+        yield from ((here, peer, part) for peer, part in enumerate(inputs))
+        yield from ((peer, here, part) for peer, part in enumerate(outputs))
         return
     root = int(args[2].rootRank)
     if call == "scatter":
-        yield from ((root, peer, part) for peer, part in enumerate(inputs[0])) if own == root else ()
-        yield from ((root, own, part) for part in outputs if own != root)
+        yield from ((root, peer, part) for peer, part in enumerate(inputs[0])) if here == root else ()
+        yield from ((root, here, part) for part in outputs if here != root)
     else:
-        yield from ((peer, root, part) for peer, part in enumerate(outputs[0])) if own == root else ()
-        yield from ((own, root, part) for part in inputs if own != root)
+        yield from ((peer, root, part) for peer, part in enumerate(outputs[0])) if here == root else ()
+        yield from ((here, root, part) for part in inputs if here != root)
 
 
 def _flat(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     else:
-        for one in value:
-            yield from _flat(one)
+        for part in value:
+            yield from _flat(part)
 
 
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     # Tensors made in inference mode have none.
-    return tuple(0 if one.is_inference() else one._version for one in tensors)
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)

@@ -248,7 +248,7 @@ class EvaluationModes(Check):
         if self._depth == 0 and (model := self._model) is not None:
             self._model = None
             self._calls.stop()
-            calls, self._calls.found = self._calls.found, []
+            calls, self._calls.rows = self._calls.rows, []
             for function, p, line in calls[:1]:
                 kind = kind_of(model)
                 self.report(facts.DropoutInEvaluation(self.step, kind, function, float(p), str(line or "")))

@@ -68,7 +68,7 @@ class TrainedTensors(Check):
         self._report_frozen(optimizer, parameters)
         if FIRST_LOOKS <= self.step < FIRST_STEPS:
             return
-        held_ids = {id(p) for other in HUB.optimizers.known() for p in parameters_of(other)}
+        held_ids = {id(p) for other in HUB.optimizers.existing() for p in parameters_of(other)}
         parts: set[int] = set()
         replaced: set[int] = set()
         for model in holding(HUB.seen.roots(), {id(p) for p in parameters}):

@@ -222,7 +222,7 @@ class Replay:
         self, modules: Sequence[nn.Module], sample_calls: Sequence[Call], *, broadcast: bool
     ) -> tuple[list[Tensor], dict[int, Tensor]]:
         leaves = [p.tensor for p in self._parameters.values()]
-        taps = Taps(modules, self.samples, self, one=sample_calls, broadcast=broadcast)
+        taps = Taps(modules, self.samples, self, sample_calls=sample_calls, broadcast=broadcast)
         with taps, torch.enable_grad():  # gradients are collected where clipping has switched them off
             args, kwargs = self._arguments()
             outputs = self._forward(self._call, args, kwargs)

@@ -119,7 +119,7 @@ class History:
 
     checked: int = 0  # measurements without evidence against independence
     calls: Hashable = None  # of modules, at the last check
-    one: list[Any] = field(default_factory=list)  # of modules, in a forward pass of one sample
+    sample_calls: list[Any] = field(default_factory=list)  # of modules, in a forward pass of one sample
     routed: bool = False  # calls depend on the data
     broadcast: bool = True  # inputs that samples share may be broadcast to all of them
     uncaptured: dict[str, str] = field(default_factory=dict)  # reason by parameter that no kernel measures

@@ -269,8 +269,8 @@ class Measurement:
             batch = inputs.some(batch, torch.arange(self.start, self.stop))
         for parameter in self.parameters.values():
             parameter.expected, parameter.pieces = 0, []
-        history = self.history
-        taps = Taps(self.modules, self.stop - self.start, self, one=history.one, broadcast=history.broadcast)
+        size, history = self.stop - self.start, self.history
+        taps = Taps(self.modules, size, self, sample_calls=history.sample_calls, broadcast=history.broadcast)
         try:
             with torch.enable_grad(), eager(self.model), taps:
                 loss = inputs.scalar(self.loss_fn(self.model, batch))
@@ -331,7 +331,7 @@ class Measurement:
         """Measure and check once; return the gradients, or None if it has to be done again otherwise."""
         history = self.history
         if self.full:
-            history.one = self._calls_of_one(state)
+            history.sample_calls = self._calls_of_one(state)
         try:
             gradients, accumulated = self._sweep()
         except GramError:
