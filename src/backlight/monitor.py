@@ -358,16 +358,16 @@ def built_in_monitors() -> tuple[str, ...]:
     return tuple(sorted(folder.name for folder in folders))
 
 
-def check_monitors(names: Sequence[str], known: Sequence[str] = ()) -> None:
-    """Refuse names that no monitor has; ``known`` are those that exist, by default all.
+def check_monitors(names: Sequence[str], existing: Sequence[str] = ()) -> None:
+    """Refuse names that no monitor has; ``existing`` are those that exist, by default all.
 
     Raises
     ------
     SettingError
         If one of ``names`` does not exist.
     """
-    known = known or monitor_names()
+    existing = existing or monitor_names()
     for name in names:
-        if name not in known:
-            expected = f"expected some of: {', '.join(known)}"
+        if name not in existing:
+            expected = f"expected some of: {', '.join(existing)}"
             raise SettingError("monitors", f"no monitor is called {name!r}; {expected}")
