@@ -107,7 +107,7 @@ def _side(side: int, row: Row) -> str:
 
 
 def _times(times: TimeComparison, title: str) -> Table:
-    one, other = times.names
+    baseline, other = times.names
     whole = times.rows[0].first_ms if times.rows else 0.0
 
     def ms(value: float) -> str:
@@ -115,9 +115,9 @@ def _times(times: TimeComparison, title: str) -> Table:
 
     return Table(
         (
-            word(title, lambda row: row.name.replace("_", " ")), Column(f"{one} ms", "first_ms", ms),
+            word(title, lambda row: row.name.replace("_", " ")), Column(f"{baseline} ms", "first_ms", ms),
             Column(f"{other} ms", "second_ms", ms),
-            Column(f"{other}÷{one}", "ratio", lambda value: f"{value:.3f}"),
+            Column(f"{other}÷{baseline}", "ratio", lambda value: f"{value:.3f}"),
             Column("interval", _interval, str), word("", "verdict"),
         ),
         times.rows, brief=60, notes=(*times.trouble, times.basis),
@@ -222,11 +222,11 @@ def _slashed(values: tuple[str, ...]) -> str:
 
 
 def _findings(comparison: Comparison) -> Iterator[str]:
-    apart = [row for row in comparison.findings if len(row.present) < len(comparison.runs)]
-    serious = apart[:1]
+    partial = [row for row in comparison.findings if len(row.present) < len(comparison.runs)]
+    serious = partial[:1]
     for row in serious:
         yield f"only in {_only_in(row)}: {row.severity.value}: {row.title}"
-    rest, shared = len(apart) - len(serious), len(comparison.findings) - len(apart)
+    rest, shared = len(partial) - len(serious), len(comparison.findings) - len(partial)
     parts = [f"{shared} in all runs"] if shared else []
     parts += [f"{rest}{' more' if serious else ''} in some"] if rest else []
     if parts or not comparison.findings:

@@ -32,13 +32,13 @@ def answer(analysis: Analysis) -> Answer:
     tables: list[Table] = []
     notes: list[str] = []
     verdicts = []
-    for one in analysis.traces:
-        rank = "" if one.rank is None else f"rank {one.rank}: "
-        verdicts.append(f"{rank}{_verdict(one)}")
+    for trace in analysis.traces:
+        rank = "" if trace.rank is None else f"rank {trace.rank}: "
+        verdicts.append(f"{rank}{_verdict(trace)}")
         named = rank if several else ""
-        facts += [f"{named}{line}" for line in _facts(one)]
-        notes += [f"{named}{note}" for note in one.notes]
-        tables += [_named(table, named) for table in rank_tables(one)]
+        facts += [f"{named}{line}" for line in _facts(trace)]
+        notes += [f"{named}{note}" for note in trace.notes]
+        tables += [_named(table, named) for table in rank_tables(trace)]
     ranks = analysis.ranks
     if ranks is None:
         return Answer(verdicts[0], analysis, tuple(facts), tuple(tables), tuple(notes))
@@ -60,10 +60,10 @@ def _together(ranks: Ranks) -> list[str]:
     if not ranks.steps:
         return lines
     late = stragglers(ranks)
-    for one in late:
-        group = "" if len(late) == 1 else f"group of ranks {listed(list(map(str, one.group)), 8)}: "
-        often = f"comes last in {one.count} of {one.steps} steps, by {percent(one.delay)} of a step"
-        lines.append(f"{group}rank {one.rank} {often}")
+    for slow in late:
+        group = "" if len(late) == 1 else f"group of ranks {listed(list(map(str, slow.group)), 8)}: "
+        often = f"comes last in {slow.count} of {slow.steps} steps, by {percent(slow.delay)} of a step"
+        lines.append(f"{group}rank {slow.rank} {often}")
     lines[:2] = ["; ".join(lines[:2])]
     return [*lines, f"{ranks.collectives:,} common collectives, clocks {ranks.clocks}"]
 

@@ -62,19 +62,19 @@ def _rate(value: float) -> str:
 CALLS = Column("calls", "calls")
 
 
-def rank_tables(one: RankAnalysis) -> list[Table]:
+def rank_tables(rank: RankAnalysis) -> list[Table]:
     """Return the tables of one trace that have rows; of several traces each is named by its rank."""
-    return [table for table in (*_use(one), *_costs(one), *_device(one), *_rates(one)) if table.rows]
+    return [table for table in (*_use(rank), *_costs(rank), *_device(rank), *_rates(rank)) if table.rows]
 
 
-def _use(one: RankAnalysis) -> Iterator[Table]:
+def _use(rank: RankAnalysis) -> Iterator[Table]:
     def part(title: str, of: Callable[[StepRow], int]) -> Column:
         def value(row: StepRow) -> float | None:
             return None if row.device is None or not row.duration else of(row) / row.duration
 
         return Column(title, value, share)
 
-    devices = [f"{name or 'device'} ({number})" for number, name in one.devices.items()]
+    devices = [f"{name or 'device'} ({number})" for number, name in rank.devices.items()]
     yield Table(
         (
             word("step", lambda row: "whole trace" if row.number is None else str(row.number)),
@@ -83,11 +83,11 @@ def _use(one: RankAnalysis) -> Iterator[Table]:
             part("communicate", lambda row: row.overlap.communication),
             part("exposed", lambda row: row.overlap.exposed),
         ),
-        one.steps, notes=(f"{one.path}: {one.events:,} events, {', '.join(devices) or 'no device'}",),
+        rank.steps, notes=(f"{rank.path}: {rank.events:,} events, {', '.join(devices) or 'no device'}",),
     )  # fmt: skip
-    length = sum(row.duration for row in one.usual_steps) or 1
-    yield _parts("the device is idle because of", "of all steps", idle_spent(one), length, _cause)
-    path = critical_path(one)
+    length = sum(row.duration for row in rank.usual_steps) or 1
+    yield _parts("the device is idle because of", "of all steps", idle_spent(rank), length, _cause)
+    path = critical_path(rank)
     yield _parts("critical path of the steps", "share", path, sum(path.values()) or 1)
 
 
@@ -108,47 +108,47 @@ def _cause(name: str) -> str:
     return f"{name.replace('_', '-')}: {CAUSES[name]}"
 
 
-def idle_spent(one: RankAnalysis) -> dict[str, int]:
+def idle_spent(analysis: RankAnalysis) -> dict[str, int]:
     """Return the idle nanoseconds of the usual steps by cause, the largest first."""
-    spent = {f.name: sum(getattr(row.idle, f.name) for row in one.usual_steps) for f in fields(Idle)}
+    spent = {f.name: sum(getattr(row.idle, f.name) for row in analysis.usual_steps) for f in fields(Idle)}
     return {name: ns for name, ns in sorted(spent.items(), key=lambda item: -item[1]) if ns}
 
 
-def critical_path(one: RankAnalysis) -> dict[str, int]:
+def critical_path(analysis: RankAnalysis) -> dict[str, int]:
     """Return the nanoseconds of the parts of the critical path of the usual steps, the largest first."""
     parts: Counter[str] = Counter()
-    for path in {id(row.critical_path): row.critical_path for row in one.usual_steps}.values():
+    for path in {id(row.critical_path): row.critical_path for row in analysis.usual_steps}.values():
         parts.update({f"host {name}": ns for name, ns in path.host.items()})
         parts.update({f"device {name}": ns for name, ns in path.device.items()})
         parts.update({"launch": path.launch, "return from waits": path.synchronisation})
     return {name: spent for name, spent in parts.most_common() if spent}
 
 
-def _costs(one: RankAnalysis) -> Iterator[Table]:
-    where = "device" if one.device_total else "host"
+def _costs(analysis: RankAnalysis) -> Iterator[Table]:
+    where = "device" if analysis.device_total else "host"
     spent = (
         Column("host ms", "host", ms), Column("device ms", "device", ms),
         Column(f"of {where}", "share", share, adds=True),
     )  # fmt: skip
     name = word("operator", lambda row: short(row.name))
-    yield Table((word("phase", "name"), Column("host calls", "calls"), *spent), one.phases)
-    yield Table((word("kind of operation", "name"), CALLS, *spent), one.kinds)
-    yield Table((name, word("phase", "phase"), CALLS, *spent), one.operators)
-    names = distinct_names(row.name for row in one.kernels)
+    yield Table((word("phase", "name"), Column("host calls", "calls"), *spent), analysis.phases)
+    yield Table((word("kind of operation", "name"), CALLS, *spent), analysis.kinds)
+    yield Table((name, word("phase", "phase"), CALLS, *spent), analysis.operators)
+    names = distinct_names(row.name for row in analysis.kernels)
     yield Table(
         (
             word("kernel", lambda row: names[row.name]), CALLS, Column("ms", "device", ms),
             Column("of device", "share", share, adds=True), Column("min us", "shortest", _us),
             Column("max us", "longest", _us), Column("sigma", "deviation", _us),
         ),
-        one.kernels,
+        analysis.kernels,
     )  # fmt: skip
     yield Table(
         (
             word("copies by the device", "name"), CALLS, Column("MB", "bytes", _megabytes),
             Column("ms", "device", ms),
         ),
-        one.transfers,
+        analysis.transfers,
     )  # fmt: skip
     yield Table(
         (
@@ -157,7 +157,7 @@ def _costs(one: RankAnalysis) -> Iterator[Table]:
             Column(f"{where} ms", where, ms), Column("share", "share", share),
             word("line", lambda row: re.sub(r" \([^)]*\)", "", row.line.rpartition("/")[2]) or "-", "name"),
         ),
-        one.copies,
+        analysis.copies,
     )  # fmt: skip
     ahead, behind = f"forward_{where}", f"backward_{where}"
     yield Table(
@@ -169,7 +169,7 @@ def _costs(one: RankAnalysis) -> Iterator[Table]:
             CALLS, Column("forward", ahead, ms), Column("backward", behind, ms),
             Column("ratio", lambda row: getattr(row, behind) / (getattr(row, ahead) or math.nan), _rate),
         ),
-        one.pairs,
+        analysis.pairs,
     )  # fmt: skip
     yield Table(
         (
@@ -178,7 +178,7 @@ def _costs(one: RankAnalysis) -> Iterator[Table]:
             Column("ms per step", lambda row: _spread(row, "median"), ms),
             Column("p95", lambda row: _spread(row, "p95"), ms),
         ),
-        one.annotations,
+        analysis.annotations,
     )  # fmt: skip
 
 
@@ -192,7 +192,7 @@ def _spread(row: Any, which: str) -> int | None:
     return None if spread is None else int(getattr(spread, which))
 
 
-def _device(one: RankAnalysis) -> Iterator[Table]:
+def _device(analysis: RankAnalysis) -> Iterator[Table]:
     yield Table(
         (
             word("launches, us", "name"), CALLS, Column("call", lambda row: row.call.median, _us),
@@ -200,7 +200,7 @@ def _device(one: RankAnalysis) -> Iterator[Table]:
             Column("p95", lambda row: row.delay.p95, _us), Column("max", lambda row: row.delay.max, _us),
             Column("kernel shorter", lambda row: row.short / row.calls, lambda value: f"{value:.0%}"),
         ),
-        one.launches,
+        analysis.launches,
     )  # fmt: skip
     yield Table(
         (
@@ -209,15 +209,15 @@ def _device(one: RankAnalysis) -> Iterator[Table]:
             Column("longest", "longest"), Column("full ms", "full", ms),
             word("mostly", lambda row: next(iter(row.kinds), "-")),
         ),
-        one.streams,
+        analysis.streams,
     )  # fmt: skip
     yield Table(
         (
             word("kernels that repeat in this order", _sequence), Column("times", "count"),
             Column("ms", "device", ms),
-            Column("of device", lambda row: row.device / (one.device_total or math.nan), share),
+            Column("of device", lambda row: row.device / (analysis.device_total or math.nan), share),
         ),
-        one.sequences,
+        analysis.sequences,
     )  # fmt: skip
 
 
@@ -227,20 +227,20 @@ def _sequence(row: Any) -> str:
     return f"{names} and {rest} more" if rest > 0 else names
 
 
-def _rates(one: RankAnalysis) -> Iterator[Table]:
+def _rates(analysis: RankAnalysis) -> Iterator[Table]:
     yield Table(
         (
             word("operator and shapes", _shaped), CALLS, Column("device ms", "device", ms),
             Column("TFLOP/s", "tflops", _rate), Column("TB/s", "tbytes", _rate),
         ),
-        one.operator_rates,
+        analysis.operator_rates,
     )  # fmt: skip
     yield Table(
         (
             word("bandwidth of copies, GB/s", "name"), CALLS, Column("MB", "bytes", _megabytes),
             Column("min", "min", _rate), Column("mean", "mean", _rate), Column("max", "max", _rate),
         ),
-        one.copy_rates,
+        analysis.copy_rates,
     )  # fmt: skip
     yield Table(
         (
@@ -248,7 +248,7 @@ def _rates(one: RankAnalysis) -> Iterator[Table]:
             Column("MB", "bytes", lambda nbytes: number(nbytes / 1e6, 3)), CALLS,
             Column("median ms", "median", ms), Column("bus GB/s", "bus", _rate),
         ),
-        one.collective_rates,
+        analysis.collective_rates,
     )  # fmt: skip
     yield Table(
         (
@@ -257,7 +257,7 @@ def _rates(one: RankAnalysis) -> Iterator[Table]:
         ),
         [
             (row, name, value)
-            for row in one.hardware_counters
+            for row in analysis.hardware_counters
             for name, value in sorted(row.counters.items(), key=lambda item: -item[1])[:COUNTERS]
             if value
         ],
