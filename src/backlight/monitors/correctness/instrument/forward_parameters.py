@@ -51,7 +51,9 @@ class ForwardParameters(Check):
         """Compare those that have a gradient now with those of an earlier step."""
         made, self._made = self._made, []
         ids = (
-            {id(p) for optimizer in HUB.optimizers.known() for p in parameters_of(optimizer)} if made else ()
+            {id(p) for optimizer in HUB.optimizers.existing() for p in parameters_of(optimizer)}
+            if made
+            else ()
         )
         reached = [
             one
