@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from backlight.monitors.health.model.history import (
     at_steps,
+    ending,
     ending_share,
     ending_streak,
     finite_median,
@@ -58,3 +59,15 @@ def test_stretches_and_steps() -> None:
     found = at_steps(np.array([0, 5, 7]), np.array([5, 6]), np.array([1.5, 2.5]))
     np.testing.assert_array_equal(found, [np.nan, 1.5, np.nan])
     assert np.isnan(at_steps(np.array([3]), np.zeros(0, dtype=np.int64), np.zeros(0))).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_window_of_each_column_is_behind_the_ending(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    window = int(draw.integers(1, 6))
+    measured = draw.random((int(draw.integers(1, 90)), 4)) < draw.choice([0.05, 0.3, 1.0], 4)
+    measured[: len(measured) // 2, 0] = False  # and one that is first measured late
+    start = ending(measured, window)
+    behind = measured[start:].sum(axis=0)
+    assert ((behind >= window) | (behind == measured.sum(axis=0))).all()
+    assert start == 0 or len(measured) - start in {window * 4**power for power in range(4)}
