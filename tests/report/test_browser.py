@@ -376,6 +376,16 @@ def test_loss_is_smoothed_and_its_axis_switched_by_keyboard(show: Open, page: Pa
     wait(driver, lambda _: drawn() == pictures[0])
 
 
+def test_hints_are_behind_a_fold(show: Open, run: Run, tmp_path: Path) -> None:
+    hint = finding("embed.weight", 3, rule="bottleneck", monitor="steptime", severity=Severity.INFO)
+    driver = show(write_report(run, [hint], tmp_path / "report.html"))
+    fold = driver.find_element(By.ID, "hints")
+    assert fold.is_displayed()
+    assert not fold.find_element(By.TAG_NAME, "article").is_displayed()
+    unfold(driver)
+    assert fold.find_element(By.TAG_NAME, "article").is_displayed()
+
+
 def contrast_is_enough(driver: webdriver.Chrome) -> None:
     """Check the contrast of text and background."""
 

@@ -115,6 +115,44 @@ def test_finding_has_its_evidence_link(page: str) -> None:
     assert shown["line"]["path"].endswith("blocks.0.mlp.up.bias")
 
 
+def fields_of(declared: str, name: str) -> dict[str, bool]:
+    """Return the fields of an interface in ``types.d.ts``, and whether each is required."""
+    depth, body = 0, ""
+    for sign in declared[declared.index("{", declared.index(f"interface {name} ")) :]:
+        depth += (sign in "{[<(") - (sign in "}])")
+        depth -= sign == ">" and not body.endswith("=")
+        body += sign if depth == 1 else ""
+        if not depth:
+            break
+    return {field: not optional for field, optional in re.findall(r"(\w+)(\??): ?", body)}
+
+
+def test_types_of_the_scripts_are_those_of_the_data(page: str) -> None:
+    data = model_of(page)
+    panels = {panel["kind"]: panel for panel in data["panels"] if "kind" in panel}
+    chart, heat_map = panels["lines"]["data"]["charts"][0], panels["parameters"]["data"]
+    declared = (pages.ASSETS / "types.d.ts").read_text()
+    evidence = data["findings"][0]["evidence"][0]
+    for name, value in {
+        "ReportData": data,
+        "Verdict": data["verdict"],
+        "Finding": data["findings"][0],
+        "EvidenceData": evidence,
+        "Place": evidence["place"],
+        "SparklineData": data["findings"][0]["line"],
+        "Parameter": data["parameters"][0],
+        "Panel": panels["lines"],
+        "ChartData": chart,
+        "LineData": chart["lines"][0],
+        "AxisData": chart["left"],
+        "ParameterData": heat_map,
+        "ColumnData": heat_map["columns"][0],
+    }.items():
+        fields = fields_of(declared, name)
+        assert set(value) <= set(fields), name
+        assert {field for field, required in fields.items() if required} <= set(value), name
+
+
 def test_page_of_a_rule_is_part_of_the_report(page: str, tmp_path: Path) -> None:
     (found,) = model_of(page)["pages"].values()
     assert ["heading", "Symptom"] in found

@@ -188,6 +188,9 @@ def test_view_state_is_kept_while_the_run_grows(look: Look, grow: Grow) -> None:
     zoomed = chip.text
     entry = driver.find_element(By.CSS_SELECTOR, "#panel-phases .legend-entry")
     driver.execute_script("arguments[0].click()", entry)
+    for checkbox in driver.find_elements(By.CSS_SELECTOR, "#panel-loss .switches input"):
+        driver.execute_script("arguments[0].click()", checkbox)
+    driver.find_elements(By.CSS_SELECTOR, "#roster thead button")[3].click()
     position = "return document.querySelector('#panel-updates').getBoundingClientRect().top"
     choice = driver.find_element(By.ID, "column")
     for key in (Keys.ARROW_DOWN, Keys.ARROW_DOWN):
@@ -206,6 +209,11 @@ def test_view_state_is_kept_while_the_run_grows(look: Look, grow: Grow) -> None:
     assert driver.find_element(By.CSS_SELECTOR, ".detail h3").text == run.names[9]
     assert entry.get_attribute("aria-pressed") == "false"
     assert choice.get_attribute("value") == "zero_share"
+    assert len(driver.find_elements(By.CSS_SELECTOR, "#panel-loss .switches input:checked")) == 2
+    scale = "return document.querySelector('#panel-loss .plot').plot.scales.left.distr"
+    assert driver.execute_script(scale) == 3  # logarithmic
+    sorted_by = driver.find_elements(By.CSS_SELECTOR, "#roster [aria-sort=descending]")
+    assert [head.text for head in sorted_by] == ["rms, last"]
     # Nodes are replaced, not added.
     assert driver.execute_script("return document.getElementsByTagName('*').length") <= 1.05 * nodes
     chip.click()
