@@ -146,7 +146,7 @@ def test_overwritten_tensor_is_recognised_by_the_message() -> None:
     )
     unrecorded = find_overwritten(message, [])
     assert unrecorded.line is None
-    assert "the operation was not recorded" in unrecorded.text
+    assert "no operation that was recorded fits" in unrecorded.text
 
 
 def test_calls_survive_an_exception() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,50 @@ def test_saved_tensor_changed_in_place() -> None:
     assert answer.failure.line.number == OVERWRITTEN.line
     assert "tanh(self.first(x))" in answer.failure.saved.text
     assert observe(OVERWRITTEN.train, injected=False)[0].failure is None
+
+
+def carried(*, detached: bool) -> None:
+    """Carry a hidden state from step to step."""
+    cell = torch.nn.Linear(6, 4)
+    optimizer = torch.optim.Adam(cell.parameters())
+    state = torch.zeros(3, 4)
+    for _ in range(3):
+        state = cell(torch.cat([torch.ones(3, 2), state.detach() if detached else state], 1)).tanh()
+        optimizer.zero_grad()
+        state.square().sum().backward(retain_graph=True)
+        optimizer.step()
+
+
+def two_losses(*, in_turn: bool) -> None:
+    """Step between the backward passes of two losses of one forward, or behind both."""
+    first, second = torch.nn.Linear(4, 5), torch.nn.Linear(5, 4)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    for _ in range(2):
+        output = second(first(torch.ones(2, 4)).tanh())
+        output.sum().backward(retain_graph=True)
+        if not in_turn:
+            optimizer.step()
+        output.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("injected", "control", "named"),
+    [
+        (lambda: carried(detached=False), lambda: carried(detached=True), "Adam.step"),
+        (lambda: two_losses(in_turn=False), lambda: two_losses(in_turn=True), "SGD.step"),
+    ],
+    ids=["carried", "two losses"],
+)
+def test_weight_that_the_optimizer_changed_before_backward_needs_it(
+    injected: Callable[[], None], control: Callable[[], None], named: str
+) -> None:
+    answer, _ = observe(lambda _: injected(), injected=True, steps=4)
+    assert f"changed in place by {named} after linear had used it at" in answer.failure.text
+    assert "The graph is older than that step" in answer.failure.text
+    assert "optimizer.step()" in answer.failure.line.text
+    assert observe(lambda _: control(), injected=False)[0].failure is None
 
 
 def test_read_of_the_grad_of_a_computed_tensor() -> None:

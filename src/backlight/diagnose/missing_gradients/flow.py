@@ -212,10 +212,21 @@ class Overwritten:
 
 
 def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritten | None:
-    """Find the in-place operation behind torch's error ``message``; None if it is another error."""
+    """Find the write behind torch's error ``message``; None if it is another error."""
     matched = _MESSAGE.search(message)
     if matched is None:
         return None
+    if (written := _overwritten(matched, operations)) is not None:
+        return written
+    shape = tuple(int(n) for n in matched["shape"].replace(" ", "").split(",") if n)
+    text = (
+        f"a tensor of shape {shape} that backward needs was changed in place; no operation that was recorded "
+        "fits (it may be in another thread, or inside compiled code)"
+    )
+    return Overwritten(text, None, None)
+
+
+def _overwritten(matched: re.Match[str], operations: Sequence[Operation]) -> Overwritten | None:
     shape = tuple(int(n) for n in matched["shape"].replace(" ", "").split(",") if n)
     then, now = int(matched["then"]), int(matched["now"])
     last: dict[int, int] = {}
@@ -228,31 +239,37 @@ def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritt
         for number, version in operation.changed
         if version == then + 1 and last[number] >= now
     ]
-    fitting = [w for w in writes if operations[w[0]].shape == shape] or writes
+    fitting = [w for w in writes if operations[w[0]].shape == shape]
+    # A layer saves its weight transposed.
+    fitting = fitting or [w for w in writes if sorted(operations[w[0]].shape) == sorted(shape)] or writes
     node = matched["node"] or ""
     named = [w for w in fitting if node.lower().startswith(operations[w[0]].name.strip("_").lower())]
     fitting = named or fitting
     # A tensor without a use before the write cannot have been saved before it.
-    found = [(w, saved) for w in fitting if (saved := _saved_by(operations, *w)) is not None]
-    if not found:
-        where = "; the operation was not recorded (in another thread, or inside compiled code)"
-        return Overwritten(
-            f"a tensor of shape {shape} that backward needs was changed in place{where}", None, None
-        )
-    (position, _), saved = found[0]
+    pairs = [(w, saved) for w in fitting if (saved := _saved_by(operations, *w)) is not None]
+    if not pairs:
+        return None
+    (position, _), saved = pairs[0]
     write = operations[position]
     text = (
         f"a tensor of shape {shape} that backward needs was changed in place by {write.name} "
         f"after {saved.name} had used it at {saved.line}"
     )
-    if len(found) > 1:
-        text += f" ({len(found)} operations fit; this is the first)"
+    if len(pairs) > 1:
+        text += f" ({len(pairs)} operations fit; this is the first)"
+    if write.is_update:
+        text += (
+            ". The graph is older than that step: detach what is carried from one step to the next, or call "
+            "backward of every loss before the optimizer's step"
+        )
     return Overwritten(text, write.line, saved.line)
 
 
 def _saved_by(operations: Sequence[Operation], position: int, number: int) -> Operation | None:
     """Return the last operation before a write that may have saved the tensor."""
     for operation in reversed(operations[:position]):
+        if operation.name.startswith("grad."):  # `.grad` is read or set
+            continue
         if number in operation.inputs or (operation.carries and number in operation.outputs):
             return operation
     return None

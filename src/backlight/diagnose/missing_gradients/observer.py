@@ -8,6 +8,7 @@ although they were reached are explained.
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from backlight.capture.hub import HUB
+from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import Candidate, RegistrationLines, candidates, named_roots
 from backlight.diagnose.missing_gradients import reasons
 from backlight.diagnose.missing_gradients.flow import Flow, Graph, WalkError, find_overwritten, walk
@@ -61,6 +63,7 @@ class MissingGradientObserver(ScriptObserver):
         self._roots: list[tuple[str, torch.nn.Module]] = []
         self._candidates: list[Candidate] = []
         self._num_optimizers = 0
+        self._versions: list[tuple[Tensor, int]] = []  # of what the optimizer in progress may write
         self._stale: dict[int, list[tuple[int, ...]]] = {}
         self._handled: BaseException | None = None
         self.answer = MissingGradients()
@@ -112,7 +115,8 @@ class MissingGradientObserver(ScriptObserver):
         error = sys.exception()
         with self._tape.pause():
             if error is not None and error is not self._handled and isinstance(error, RuntimeError):
-                self.answer.failure = find_overwritten(str(error), self._tape.operations)
+                recorded = [*itertools.chain(*self._tape.earlier), *self._tape.operations]
+                self.answer.failure = find_overwritten(str(error), recorded)
             self._check_parameters()
             if self._graph is not None and (error is None or error is self._handled):
                 self._explain_after(self._graph)
@@ -123,11 +127,14 @@ class MissingGradientObserver(ScriptObserver):
         with self._tape.pause():
             self._update()
             self._check_parameters()
+            self._versions = [(p, p._version) for p in parameters_of(optimizer)]
         self._tape.paused = not has_closure  # with a closure the forward pass is inside
 
     def optimizer_end(self, optimizer: torch.optim.Optimizer) -> None:
         """The next backward belongs to the next step."""
         self._tape.paused = False
+        self._tape.add_update(f"{type(optimizer).__name__}.step", user_line(), self._versions)
+        self._versions = []
         self._stepped = self.backwards > 0
 
     # Rows

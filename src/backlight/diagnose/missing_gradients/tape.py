@@ -9,6 +9,7 @@ held.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -53,6 +54,7 @@ class Operation:
     carries: bool = False
     shape: tuple[int, ...] = ()  # of the tensor written in place
     enabled: bool = True
+    is_update: bool = False  # of an optimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +75,17 @@ class Tape(OperationRecorder, TorchFunctionMode):
         self._next = 0
         self._inside: list[int] = []
         self.operations: list[Operation] = []
+        self.earlier: deque[list[Operation]] = deque(maxlen=2)  # of the last tapes
         self.frozen_at: dict[int, tuple[weakref.ref[torch.Tensor], SourceLine]] = {}
         self.grad_reads: dict[int, GradRead] = {}
         self.in_backward = False
         self.full = False
 
     def clear(self) -> None:
-        """Start a new tape."""
-        self.operations.clear()
-        self._numbers.clear()
+        """Start a new tape, and keep the last two."""
+        self.earlier.append(self.operations)
+        self.operations = []
+        self._numbers = {key: entry for key, entry in self._numbers.items() if entry[0]() is not None}
         self.origins.clear()
         self._inside.clear()
         self.full = False
@@ -152,6 +156,17 @@ class Tape(OperationRecorder, TorchFunctionMode):
         )  # fmt: skip
         self.operations.append(operation)
         return operation
+
+    def add_update(
+        self, name: str, line: SourceLine | None, versions: list[tuple[torch.Tensor, int]]
+    ) -> None:
+        """Record that an optimizer has written tensors, which had these versions before."""
+        for tensor, before in versions:
+            if tensor._version > before and not self.full:
+                operation = self._add(name, line)
+                number = self.number(tensor)
+                operation.changed = tuple((number, v) for v in range(before + 1, tensor._version + 1))
+                operation.shape, operation.is_update = tuple(tensor.shape), True
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the number of ``tensor`` on the tape."""
