@@ -51,40 +51,40 @@ def random_state() -> str:
 
 def snapshot(modules: Iterable[nn.Module], names: dict[int, str]) -> Snapshot:
     """Return the present state of ``modules`` and of the random generators."""
-    found = Snapshot(random=random_state())
+    state = Snapshot(random=random_state())
     for module in modules:
         name = names.get(id(module), type(module).__name__)
         for key, buffer in (vars(module).get("_buffers") or {}).items():
             if buffer is not None:
-                found.buffers[f"{name}.{key}"] = (buffer._version, checksum(buffer))
+                state.buffers[f"{name}.{key}"] = (buffer._version, checksum(buffer))
         for key, parameter in (vars(module).get("_parameters") or {}).items():
             if parameter is not None:
-                found.parameters[f"{name}.{key}"] = parameter._version
+                state.parameters[f"{name}.{key}"] = parameter._version
         for key, value in vars(module).items():
             # type() first: equality of third-party objects may do anything.
             if type(value) in _PLAIN_VALUES and (not key.startswith("_") or key == "training"):
-                found.attributes[f"{name}.{key}"] = value
-    return found
+                state.attributes[f"{name}.{key}"] = value
+    return state
 
 
 def differences(forward: Snapshot, again: Snapshot, after: Snapshot) -> list[str]:
     """Return in words what differed between the begin of the forward and the begin of the recomputation."""
-    found = []
+    lines = []
     for name, (version, total) in forward.buffers.items():
         now = again.buffers.get(name)
         if now is None or (now[0] == version and _near(now[1], total, 0.0)):
             continue
         later = after.buffers.get(name, now)
         twice = "; the recomputation updates it a second time" if later != now else ""
-        found.append(f"buffer {name} is updated between forward and recomputation{twice}")
+        lines.append(f"buffer {name} is updated between forward and recomputation{twice}")
     for name, version in forward.parameters.items():
         if again.parameters.get(name, version) != version:
-            found.append(f"parameter {name} was changed before the recomputation, as by an optimizer step")
+            lines.append(f"parameter {name} was changed before the recomputation, as by an optimizer step")
     for name, value in forward.attributes.items():
         now = again.attributes.get(name, value)
         if now != value:
-            found.append(f"attribute {name} was {value!r} in forward and is {now!r} in the recomputation")
-    return found
+            lines.append(f"attribute {name} was {value!r} in forward and is {now!r} in the recomputation")
+    return lines
 
 
 MAX_REMARKS = 20
@@ -209,19 +209,19 @@ def storage(tensor: Tensor) -> int:
 
 def first_difference(forward: list[Step], again: list[Step]) -> Remark | None:
     """Return where a recomputation departs from the forward, None as far as it went."""
-    for one, two in zip(forward, again, strict=False):
-        if one.name != two.name or (two.ended and one.shapes != two.shapes):
+    for s, two in zip(forward, again, strict=False):
+        if s.name != two.name or (two.ended and s.shapes != two.shapes):
             text = (
                 f"the recomputation runs another operation: {_shown(two)} at {two.line} "
-                f"where the forward ran {_shown(one)}"
+                f"where the forward ran {_shown(s)}"
             )
-            return Remark("recomputation", text, one.line)
+            return Remark("recomputation", text, s.line)
         if not two.ended:
             return None
-        limit = 1e-9 if one.exact else 1e-3
-        if not all(_near(a, b, limit) for a, b in zip(one.sums, two.sums, strict=True)):
+        limit = 1e-9 if s.exact else 1e-3
+        if not all(_near(a, b, limit) for a, b in zip(s.sums, two.sums, strict=True)):
             return Remark(
-                "recomputation", f"the recomputation computes other values from here on: {one.name}", one.line
+                "recomputation", f"the recomputation computes other values from here on: {s.name}", s.line
             )
     if len(again) > len(forward):
         more = again[len(forward)]
@@ -234,8 +234,8 @@ def _shown(step: Step) -> str:
     return f"{step.name} -> {', '.join('x'.join(map(str, s)) or 'scalar' for s in step.shapes) or '?'}"
 
 
-def _near(one: float, two: float, limit: float) -> bool:
-    return math.isclose(one, two, rel_tol=limit) or (math.isnan(one) and math.isnan(two))
+def _near(value: float, two: float, limit: float) -> bool:
+    return math.isclose(value, two, rel_tol=limit) or (math.isnan(value) and math.isnan(two))
 
 
 class ParameterUsage(Pausable, TorchFunctionMode):

@@ -217,15 +217,15 @@ def _autocast_kernels() -> list[tuple[str, Any]]:
             torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
             for key in ("AutocastCUDA", "AutocastCPU")
         )
-        own, base = name.removeprefix("aten::"), name.removeprefix("aten::").partition(".")[0]
+        op, base = name.removeprefix("aten::"), name.removeprefix("aten::").partition(".")[0]
         if not on_cuda:
-            kernels += [(own, torch.library.fallthrough_kernel)] if on_cpu else []
+            kernels += [(op, torch.library.fallthrough_kernel)] if on_cpu else []
         elif base in _FLOAT32_RESULT:
-            kernels.append((own, _with_float32_result(_overload(own))))
+            kernels.append((op, _with_float32_result(_overload(op))))
         elif base in _WIDEST:
-            kernels.append((own, _with_casts(_overload(own), _widest)))
+            kernels.append((op, _with_casts(_overload(op), _widest)))
         elif not on_cpu:
-            kernels.append((own, _with_casts(_overload(own), _lower if base in _LOWER else _float32)))
+            kernels.append((op, _with_casts(_overload(op), _lower if base in _LOWER else _float32)))
     return kernels
 
 
@@ -259,7 +259,7 @@ def _with_casts(operation: Any, dtype_for: Callable[[list[torch.Tensor]], torch.
         with _without_autocast():
             tensors: list[torch.Tensor] = []
             tree_map_only(torch.Tensor, tensors.append, (args, kwargs))
-            dtype = dtype_for([one for one in tensors if _is_cast(one)])
+            dtype = dtype_for([tensor for tensor in tensors if _is_cast(tensor)])
 
             def cast(tensor: torch.Tensor) -> torch.Tensor:
                 return tensor.to(dtype) if _is_cast(tensor) else tensor
@@ -277,16 +277,16 @@ def _with_float32_result(operation: Any) -> Any:
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with _without_autocast():
-            given = dict(zip(names, args, strict=False)) | kwargs
-            if "dtype" not in names or given.get("dtype") is not None or not _is_cast(args[0]):
+            arguments = dict(zip(names, args, strict=False)) | kwargs
+            if "dtype" not in names or arguments.get("dtype") is not None or not _is_cast(args[0]):
                 return operation(*args, **kwargs)
             if fused is not None and args[0].dtype is torch.float16:  # CUDA reads float16, writes float32
-                return fused(args[0], given["dim"], True)
-            given["dtype"] = torch.float32
+                return fused(args[0], arguments["dim"], True)
+            arguments["dtype"] = torch.float32
             count = sum(not argument.kwarg_only for argument in operation._schema.arguments)
             return operation(
-                *(given[name] for name in names[:count] if name in given),
-                **{name: given[name] for name in names[count:] if name in given},
+                *(arguments[name] for name in names[:count] if name in arguments),
+                **{name: arguments[name] for name in names[count:] if name in arguments},
             )
 
     return kernel

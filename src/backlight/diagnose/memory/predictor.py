@@ -228,13 +228,13 @@ def checkpointing_savings(
     predictor: Predictor, recipe: Recipe | UnreadRecipe, base: PredictedMemory
 ) -> tuple[Saving, ...]:
     """Return the effect of checkpointing one block of each group, and all of them, against ``base``."""
-    found = []
+    savings = []
     for blocks in base.blocks:
         middle = blocks.names[len(blocks.names) // 2]
         for wrapped in ((middle,), blocks.names):
             there = predictor.predict(recipe, checkpoint=wrapped)
             recomputed = there.flops.recomputed - base.flops.recomputed
-            found.append(
+            savings.append(
                 Saving(
                     parent=blocks.parent,
                     type=blocks.type,
@@ -245,7 +245,7 @@ def checkpointing_savings(
                     share_of_step=recomputed / base.flops.step if base.flops.step else 0.0,
                 )
             )
-    return tuple(found)
+    return tuple(savings)
 
 
 def answer(request: Request) -> PredictedMemory | str:
@@ -270,11 +270,11 @@ def answer(request: Request) -> PredictedMemory | str:
         text = str(error)
         return text if text.startswith(str(request.path)) else f"{request.path}: {text}"
     except Exception as error:  # noqa: BLE001 - a recipe may raise anything
-        known = explain_error(error, [request.path])
-        if known is None:
+        problem = explain_error(error, [request.path])
+        if problem is None:
             first = (str(error).strip().splitlines() or [""])[0]
-            known = f"fails on fake tensors: {type(error).__name__}: {first}"
-        return known if known.startswith(request.path.name) else f"{request.path}: {known}"
+            problem = f"fails on fake tensors: {type(error).__name__}: {first}"
+        return problem if problem.startswith(request.path.name) else f"{request.path}: {problem}"
 
 
 def _first_batch(recipe: Recipe) -> Any:

@@ -275,10 +275,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
                 if self._counts(part, storage):
                     self._allocate(part, storage, kind, module, "")
                 continue
-            known = self.log.storages[index]
+            entry = self.log.storages[index]
             # The first claim stays: a gradient that is a view of a bucket belongs to the bucket.
-            if known.kind in {Kind.TEMPORARIES, Kind.ACTIVATIONS, Kind.HELD}:
-                known.kind, known.module = kind, module
+            if entry.kind in {Kind.TEMPORARIES, Kind.ACTIVATIONS, Kind.HELD}:
+                entry.kind, entry.module = kind, module
 
     def _allocate(self, tensor: torch.Tensor, storage: Any, kind: Kind, module: str, operation: str) -> int:
         key = storage._cdata

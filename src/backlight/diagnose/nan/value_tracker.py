@@ -88,7 +88,7 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
         name, written, views = _known_schema(func)
         before: list[torch.Tensor] = []
         if written:
-            before = [t for t in _given(written, args, kwargs) if is_non_finite(t)]
+            before = [t for t in _into(written, args, kwargs) if is_non_finite(t)]
         result = func(*args, **kwargs)
         try:
             self._record_origin(name)
@@ -121,11 +121,11 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
             return
         outputs = tensors_in(result)
         if written:
-            outputs += [t for t in _given(written, args, kwargs) if all(t is not o for o in outputs)]
+            outputs += [t for t in _into(written, args, kwargs) if all(t is not o for o in outputs)]
         bad = [t for t in outputs if is_non_finite(t)]
         if not bad:
             return
-        record = self._record(name, args, kwargs, bad, before, {id(t) for t in _given(written, args, kwargs)})
+        record = self._record(name, args, kwargs, bad, before, {id(t) for t in _into(written, args, kwargs)})
         for tensor in bad:
             self._bad[storage_of(tensor)] = record
 
@@ -144,7 +144,7 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
         inputs = tensors_in(kwargs, tensors_in(args))
         were_bad = [t for t in inputs if id(t) not in changed and is_non_finite(t)] + before
         for tensor in were_bad:
-            record.parents.append(self._known(tensor) or self._input(tensor, record))
+            record.parents.append(self._record_of(tensor) or self._input(tensor, record))
         if record.parents:
             from_constants = all(p.kind == "constant" for p in record.parents)
             # Masks hold infinities on purpose; a NaN made of them is an error.
@@ -166,9 +166,9 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
 
     def _locate(self, record: NonFiniteRecord) -> None:
         node = torch._C._current_autograd_node()  # the public API needs a hook on every node
-        own = user_line()
+        user_code_line = user_line()
         if node is None or self.phase != "backward":
-            record.line = own
+            record.line = user_code_line
             return
         record.node = node.name().rpartition("::")[2]
         origin = self.origins.of(node._sequence_nr()) if record.node != "AccumulateGrad" else None
@@ -177,11 +177,11 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
             record.module = origin.module
         inside = self._calls.current()
         if inside is not None:
-            record.phase, record.line, record.module = "recomputation", own, id(inside)
+            record.phase, record.line, record.module = "recomputation", user_code_line, id(inside)
         elif record.node.endswith("Backward"):
-            record.own_line = own  # the backward of a custom function has its own lines
+            record.own_line = user_code_line  # the backward of a custom function has its own lines
 
-    def _known(self, tensor: torch.Tensor) -> NonFiniteRecord | None:
+    def _record_of(self, tensor: torch.Tensor) -> NonFiniteRecord | None:
         return self._bad.get(storage_of(tensor))
 
     def _input(self, tensor: torch.Tensor, consumer: NonFiniteRecord) -> NonFiniteRecord:
@@ -202,7 +202,7 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
 
     def record_of(self, tensor: torch.Tensor) -> NonFiniteRecord | None:
         """Return the operation that made ``tensor`` non-finite; None if it is finite or that is not known."""
-        return self._known(tensor) if is_non_finite(tensor) else None
+        return self._record_of(tensor) if is_non_finite(tensor) else None
 
 
 _Schema = tuple[str, tuple[tuple[int, str], ...], bool]
@@ -211,8 +211,8 @@ _schemas: dict[Any, _Schema] = {}
 
 def _known_schema(func: Any) -> _Schema:
     """Return the name, position and name of the arguments written into, and whether it only returns views."""
-    known = _schemas.get(func)
-    if known is None:
+    entry = _schemas.get(func)
+    if entry is None:
         schema = func._schema
         written = tuple(
             (position, argument.name)
@@ -220,18 +220,18 @@ def _known_schema(func: Any) -> _Schema:
             if argument.alias_info is not None and argument.alias_info.is_write
         )
         views = not written and any(r.alias_info is not None for r in schema.returns)
-        known = _schemas[func] = (str(func).removeprefix("aten."), written, views)
-    return known
+        entry = _schemas[func] = (str(func).removeprefix("aten."), written, views)
+    return entry
 
 
-def _given(
+def _into(
     written: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for position, name in written:
         value = kwargs[name] if name in kwargs else args[position] if position < len(args) else None
-        tensors_in(value, found)
-    return found
+        tensors_in(value, tensors)
+    return tensors
 
 
 def _values(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -275,8 +275,8 @@ def _literal(arguments: Any) -> str:
     if isinstance(arguments, dict):
         arguments = tuple(arguments.values())
     if isinstance(arguments, (tuple, list)):
-        found = {_literal(argument) for argument in arguments}
-        return "nan" if "nan" in found else "inf" if "inf" in found else ""
+        kinds = {_literal(argument) for argument in arguments}
+        return "nan" if "nan" in kinds else "inf" if "inf" in kinds else ""
     if isinstance(arguments, (float, complex)) and not cmath.isfinite(arguments):
         return "nan" if cmath.isnan(arguments) else "inf"
     return ""

@@ -44,13 +44,13 @@ class _Inputs(TorchFunctionMode):
     ) -> Any:
         """Call ``func``; replace the result of an embedding by a leaf."""
         kwargs = kwargs or {}
-        given = dict(zip(("input", "target"), args, strict=False)) | kwargs
+        arguments = dict(zip(("input", "target"), args, strict=False)) | kwargs
         if func in LOSSES:
-            self.scores, self.targets = given["input"], given["target"]
+            self.scores, self.targets = arguments["input"], arguments["target"]
         result = func(*args, **kwargs)
         if func is functional.embedding and result.ndim == 3:
             result = leaf_of(result, self._changed)
-            self.read.append((result, given["input"]))
+            self.read.append((result, arguments["input"]))
         return result
 
 
@@ -96,20 +96,20 @@ def replayed(step: Step, changed: tuple[int, int] | None = None) -> Pass:
         If the model reads no sequence, or gives no output per position.
     """
     floats = [t for t in step.inputs() if t.is_floating_point() and t.ndim == 3][:1]
-    instead = {id(one): leaf_of(one, changed) for one in floats}
+    instead = {id(leaf): leaf_of(leaf, changed) for leaf in floats}
     with _Inputs(changed) as seen:
         made = step.replay(instead)
     read = seen.read + [(leaf, None) for leaf in instead.values()]
     scores = [] if seen.scores is None else [seen.scores]
-    for size in sorted({tuple(leaf.shape[:2]) for leaf, _ in read}, key=lambda one: -one[0] * one[1]):
+    for size in sorted({tuple(leaf.shape[:2]) for leaf, _ in read}, key=lambda shape: -shape[0] * shape[1]):
         for output in [*scores, *made[::-1]]:
             rows = _by_position(output, *size) if output.requires_grad else None
             if rows is not None:
-                own = [(leaf, index) for leaf, index in read if tuple(leaf.shape[:2]) == size]
-                indices = [index for _, index in own if index is not None]
-                tokens = max(indices, key=lambda one: len(set(one.flatten().tolist()))) if indices else None
+                of_size = [(leaf, index) for leaf, index in read if tuple(leaf.shape[:2]) == size]
+                indices = [index for _, index in of_size if index is not None]
+                tokens = max(indices, key=lambda i: len(set(i.flatten().tolist()))) if indices else None
                 targets = seen.targets if output is seen.scores else None
-                return Pass(tuple(leaf for leaf, _ in own), tokens, rows, targets)
+                return Pass(tuple(leaf for leaf, _ in of_size), tokens, rows, targets)
     if not read:
         raise SequenceProbeError("the model reads neither embeddings nor an input of three dimensions")
     shapes = " or ".join("x".join(map(str, leaf.shape[:2])) for leaf, _ in read[:2])
@@ -162,9 +162,9 @@ class Sequences:
         return cls(replayed(step), *mixed[0])
 
 
-def probe_future(found: Sequences) -> ProbeResult:
+def probe_future(sequences: Sequences) -> ProbeResult:
     """Probe whether an output depends on the input at a later position."""
-    whole, axis = found.whole, found.axis
+    whole, axis = sequences.whole, sequences.axis
     length = whole.rows.shape[axis]
     for end in sorted({1, length // 2, length - 1} - {0}):
         reached = whole.depends_on(axis, 0, end)
@@ -177,9 +177,9 @@ def probe_future(found: Sequences) -> ProbeResult:
     return ProbeResult(Probe.FUTURE, Outcome.PASSED, text)
 
 
-def probe_targets(found: Sequences) -> ProbeResult:
+def probe_targets(sequences: Sequences) -> ProbeResult:
     """Probe whether a target is an input that its output sees, or leaves out the next one."""
-    whole, axis = found.whole, found.axis
+    whole, axis = sequences.whole, sequences.axis
     a, b = whole.rows.shape[:2]
     if whole.indices is None or whole.targets is None or whole.targets.numel() != a * b:
         text = "there are no tokens with one target each"
@@ -187,7 +187,7 @@ def probe_targets(found: Sequences) -> ProbeResult:
     tokens = whole.indices.movedim(axis, 0)
     targets = whole.targets.reshape(a, b).movedim(axis, 0)
     shares = {distance: _equal(tokens, targets, distance) for distance in DISTANCES}
-    distance = next((one for one in DISTANCES if shares[one] >= EQUAL_SHARE), None)
+    distance = next((d for d in DISTANCES if shares[d] >= EQUAL_SHARE), None)
     if distance is None:
         return ProbeResult(Probe.TARGETS, Outcome.PASSED, "the targets are none of the inputs nearby")
     if distance == 1:
@@ -210,15 +210,15 @@ def _equal(tokens: Tensor, targets: Tensor, distance: int) -> float:
     return float((here == there)[counted].float().mean()) if bool(counted.any()) else 0.0
 
 
-def probe_through_time(found: Sequences) -> ProbeResult:
+def probe_through_time(seq: Sequences) -> ProbeResult:
     """Probe whether the gradient of an output reaches the earlier inputs that it depends on."""
-    reached = found.whole.depends_on(found.axis, found.last, found.last + 1)
-    earlier = reached[reached < found.last]
+    reached = seq.whole.depends_on(seq.axis, seq.last, seq.last + 1)
+    earlier = reached[reached < seq.last]
     if len(earlier):
-        text = f"the gradient at position {found.last} reaches back to position {int(earlier[0])}"
+        text = f"the gradient at position {seq.last} reaches back to position {int(earlier[0])}"
         return ProbeResult(Probe.THROUGH_TIME, Outcome.PASSED, text)
     text = (
-        f"the output at position {found.last} changes with the input at position 0, and its gradient reaches "
+        f"the output at position {seq.last} changes with the input at position 0, and its gradient reaches "
         "no earlier position: the state is detached"
     )
     return ProbeResult(Probe.THROUGH_TIME, Outcome.FAILED, text)

@@ -82,14 +82,14 @@ class StepTape(Pausable, TorchFunctionMode):
         TapeError
             If it was computed by something that is not recorded, such as a custom autograd function.
         """
-        needed, found = {id(root)}, []
+        needed, calls = {id(root)}, []
         if id(root) not in self._live:
             raise TapeError("the loss does not come from a module by operations of torch")
         for call in reversed(self._taped):
             if any(id(tensor) in needed for tensor in tensors_in(call.result)):
-                found.append(call)
+                calls.append(call)
                 needed |= {id(tensor) for tensor in tensors_in((call.args, call.kwargs))}
-        return found[::-1]
+        return calls[::-1]
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -100,7 +100,7 @@ class StepTape(Pausable, TorchFunctionMode):
         if not self.paused and not self._calls.stack and self._live:
             inputs = tensors_in(kwargs, tensors_in(args))
             name = operation_name(func)
-            if name not in NO_COMPUTATION | LEAVES_TORCH and any(id(one) in self._live for one in inputs):
+            if name not in NO_COMPUTATION | LEAVES_TORCH and any(id(t) in self._live for t in inputs):
                 writes = bool(written_in_place(name, inputs, kwargs))
                 self._add(func, args, kwargs, result, writes_input=writes)
         return result
@@ -163,10 +163,10 @@ class Step:
         with torch.random.fork_rng(_devices_of(self.modules()), enabled=keeps_random):
             return self._replay(dict(instead or {}))
 
-    def _replay(self, known: dict[int, Tensor]) -> list[Tensor]:
+    def _replay(self, replaced: dict[int, Tensor]) -> list[Tensor]:
         made: list[Tensor] = []
         for call in self.calls:
-            args, kwargs = _mapped(call.args, known), _mapped(call.kwargs, known)
+            args, kwargs = _mapped(call.args, replaced), _mapped(call.kwargs, replaced)
             if call.writes_input:
                 args = _with_copies(args, call.args)
             with contextlib.ExitStack() as contexts:
@@ -176,9 +176,9 @@ class Step:
             old, new = tensors_in(call.result), tensors_in(result)
             if len(old) != len(new):
                 raise TapeError(f"{operation_name(call.function)} returns something else when it runs again")
-            known.update((id(one), other) for one, other in zip(old, new, strict=True))
+            replaced.update((id(before), other) for before, other in zip(old, new, strict=True))
             made += new
-        return [*made, known[id(self.root)]]
+        return [*made, replaced[id(self.root)]]
 
 
 def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
@@ -189,14 +189,14 @@ def _autocast() -> tuple[tuple[str, torch.dtype], ...]:
     )
 
 
-def _mapped(value: Any, known: Mapping[int, Tensor]) -> Any:
+def _mapped(value: Any, replaced: Mapping[int, Tensor]) -> Any:
     """Return nested lists, tuples and dicts with the tensors that have taken the place of others."""
     if isinstance(value, Tensor):
-        return known.get(id(value), value)
+        return replaced.get(id(value), value)
     if type(value) in {list, tuple}:
-        return type(value)(_mapped(one, known) for one in value)
+        return type(value)(_mapped(part, replaced) for part in value)
     if type(value) is dict:
-        return {key: _mapped(one, known) for key, one in value.items()}
+        return {key: _mapped(part, replaced) for key, part in value.items()}
     return value
 
 

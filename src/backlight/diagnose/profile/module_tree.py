@@ -51,17 +51,17 @@ def module_tree(
 
     def rows(parent: str | None, depth: int) -> Iterator[ModuleRow]:
         for module in sorted(children[parent], key=total, reverse=True):
-            own = module.forward_exclusive_ms * ahead + module.backward_exclusive_ms * behind
-            yield ModuleRow(module.name, depth, total(module), own, total(module) / step)
+            exclusive = module.forward_exclusive_ms * ahead + module.backward_exclusive_ms * behind
+            yield ModuleRow(module.name, depth, total(module), exclusive, total(module) / step)
             yield from rows(module.name, depth + 1)
 
     return tuple(rows(None, 0))
 
 
-def _parent(name: str, known: Mapping[str, ModuleTime]) -> str | None:
+def _parent(name: str, called: Mapping[str, ModuleTime]) -> str | None:
     """Return the nearest module outside of one that was called, None for the model."""
     while name:
         name = name.rpartition(".")[0]
-        if name in known:
+        if name in called:
             return name
     return None

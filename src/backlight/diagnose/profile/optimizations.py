@@ -157,20 +157,20 @@ def _precision(live: LiveObjects) -> Optimization:
 def _attention(names: dict[str, float] | None) -> Optimization:
     if names is None:
         return Optimization("fused attention", UNKNOWN, "no trace")
-    found = sorted(name for name in names if _ATTENTION.search(name) and "backward" not in name)
-    if found and all(name.endswith("_math") for name in found):
-        return Optimization("fused attention", OFF, ", ".join(found))
-    if found:
-        return Optimization("fused attention", ON, ", ".join(found))
+    kernels = sorted(name for name in names if _ATTENTION.search(name) and "backward" not in name)
+    if kernels and all(name.endswith("_math") for name in kernels):
+        return Optimization("fused attention", OFF, ", ".join(kernels))
+    if kernels:
+        return Optimization("fused attention", ON, ", ".join(kernels))
     return Optimization("fused attention", OFF, "no call of scaled_dot_product_attention in the trace")
 
 
 def _chunked_loss(names: dict[str, float] | None) -> Optimization:
     if names is None:
         return Optimization("chunked loss", UNKNOWN, "no trace")
-    known = sorted(name for name in names if _CHUNKED.search(name))
-    if known:
-        return Optimization("chunked loss", ON, ", ".join(known))
+    chunked = sorted(name for name in names if _CHUNKED.search(name))
+    if chunked:
+        return Optimization("chunked loss", ON, ", ".join(chunked))
     calls = max((count for name, count in names.items() if _LOSS.search(name)), default=0)
     if not calls:
         return Optimization("chunked loss", OFF, "no cross entropy in the trace")
@@ -183,7 +183,7 @@ def _loaders() -> list[tuple[int, str]]:
     # A loop over a loader that it has just created keeps only the iterator alive.
     iterators = getattr(dataloader, "_BaseDataLoaderIter", None)
     kinds = tuple(kind for kind in (DataLoader, iterators) if kind is not None)
-    return [_loader(one) for one in live_objects(*kinds)]
+    return [_loader(loader) for loader in live_objects(*kinds)]
 
 
 def _loader(loader: Any) -> tuple[int, str]:

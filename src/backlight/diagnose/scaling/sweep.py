@@ -125,8 +125,8 @@ def sweep(
     ]
     answers: dict[int, Mapping[str, Any]] = {}
     on_point(0, len(combinations))
-    for number, given in _answers(requests, limit, ray):
-        answers[number] = given
+    for number, result in _answers(requests, limit, ray):
+        answers[number] = result
         on_point(len(answers), len(combinations))
     points = [
         Point({name: settings[name] for name in swept}, **answers[number])
@@ -152,9 +152,9 @@ def _answers(
         for number, request in enumerate(requests):
             yield number, _ask(request, limit)
         return
-    for number, given in run_tasks(_ask, [(request, limit) for request in requests], ray):
-        lost = isinstance(given, BaseException)
-        yield number, {"status": "failed", "message": f"Ray: {given}"} if lost else given
+    for number, result in run_tasks(_ask, [(request, limit) for request in requests], ray):
+        lost = isinstance(result, BaseException)
+        yield number, {"status": "failed", "message": f"Ray: {result}"} if lost else result
 
 
 def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:
@@ -168,8 +168,8 @@ def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"status": "did not finish", "message": f"not within {limit:g} s (--limit)"}
         if out.is_file():
-            known = {f for f in Point.__dataclass_fields__ if f != "settings"}
-            return {k: v for k, v in json.loads(out.read_text(encoding="utf-8")).items() if k in known}
+            names = {f for f in Point.__dataclass_fields__ if f != "settings"}
+            return {k: v for k, v in json.loads(out.read_text(encoding="utf-8")).items() if k in names}
         if done.returncode == -signal.SIGKILL:
             return {"status": OUT_OF_MEMORY, "message": "the system ended the process (SIGKILL)"}
         last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]
@@ -203,18 +203,18 @@ def _laws(points: Sequence[Point]) -> tuple[list[PowerLaw], list[str]]:
 
 def _quantities(done: Sequence[Point]) -> dict[str, list[float]]:
     """Return the quantities by name, 0 where a point lacks one."""
-    found: dict[str, list[float]] = {}
+    quantities: dict[str, list[float]] = {}
     for name in ("parameters", "step_ms", "memory", "flops"):
         values = [float(getattr(point, name) or 0) for point in done]
         if any(values):
-            found[name] = values
+            quantities[name] = values
     whole = [sum(point.phases.values()) for point in done]
     for phase in dict.fromkeys(phase for point in done for phase in point.phases):
         values = [point.phases.get(phase, 0.0) for point in done]
         # A phase that is never a hundredth of a step grows with the clock's noise.
         if any(value > 0.01 * total for value, total in zip(values, whole, strict=True)):
-            found[f"phase {phase}"] = values
-    return found
+            quantities[f"phase {phase}"] = values
+    return quantities
 
 
 def _is_size(value: object) -> bool:

@@ -50,9 +50,9 @@ def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
         clock.leave(phase)
 
     model.register_forward_pre_hook(
-        lambda *_given: None if clock.inside(Phase.BACKWARD) else enter(Phase.FORWARD)
+        lambda *_args: None if clock.inside(Phase.BACKWARD) else enter(Phase.FORWARD)
     )
-    model.register_forward_hook(lambda *_given: leave(Phase.FORWARD), always_call=True)
+    model.register_forward_hook(lambda *_args: leave(Phase.FORWARD), always_call=True)
     batches: Iterator[Any] = recipe.batches()
     taken = []
     clock.take()
@@ -72,18 +72,18 @@ def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
         leave(Phase.OPTIMIZER)
         separated = clock.separated
         taken.append(StepTime.of(*clock.take(), separated))
-    found = summarize_steps(taken)
-    if found.step is None:
-        raise ValueError(f"{recipe.path}: {found.trouble}")
+    profile = summarize_steps(taken)
+    if profile.step is None:
+        raise ValueError(f"{recipe.path}: {profile.trouble}")
     return {
         "status": "measured",
         "parameters": sum(p.numel() for p in parameters),
-        "step_ms": found.step.median_ms,
-        "low_ms": found.step.low_ms,
-        "high_ms": found.step.high_ms,
-        "phases": {name: phase.median_ms for name, phase in found.phases.items()},
+        "step_ms": profile.step.median_ms,
+        "low_ms": profile.step.low_ms,
+        "high_ms": profile.step.high_ms,
+        "phases": {name: phase.median_ms for name, phase in profile.phases.items()},
         "memory": devices.peak_allocated(device) if device is not None else None,
-        "message": found.trouble,
+        "message": profile.trouble,
     }
 
 
@@ -91,13 +91,13 @@ def predict_size(recipe: Recipe) -> dict[str, Any]:
     """Predict memory and operations of a step on fake tensors."""
     from backlight.diagnose.memory.predictor import predict  # noqa: PLC0415 - a measurement needs none of it
 
-    found = predict(recipe)
+    prediction = predict(recipe)
     return {
         "status": "predicted",
-        "parameters": found.parameters,
-        "memory": found.peak,
-        "memory_by_kind": {str(kind): size for kind, size in found.kinds.items()},
-        "flops": found.flops.step,
+        "parameters": prediction.parameters,
+        "memory": prediction.peak,
+        "memory_by_kind": {str(kind): size for kind, size in prediction.kinds.items()},
+        "flops": prediction.flops.step,
         "message": "",
     }
 

@@ -73,12 +73,12 @@ def walk(
     for name in order:
         node, (status, reason) = plan.tree[name], reached[name]
         answer, why = _answer(node, evaluations, comparisons)
-        for given, target in node.edges:
+        for value, target in node.edges:
             edge = min(status, Status.OPEN), f"{name}: {why}"
             if status is Status.REFUTED:
                 edge = status, f"{name} does not arise"
             elif answer:
-                edge = status if answer == given else Status.REFUTED, f"{name} is answered by {answer}"
+                edge = status if answer == value else Status.REFUTED, f"{name} is answered by {answer}"
             reached[target] = max(reached.get(target, edge), edge, key=lambda each: each[0])
         branches.append(Branch(name, node, status, answer, reason))
     return tuple(branches)
