@@ -104,7 +104,7 @@ def chart(
         columns.append(column)
         present.append(there)
     gaps = [_gaps(line) for line in lines]
-    ends = np.unique(np.concatenate([found.ravel() for found, _, _ in gaps]))
+    ends = np.unique(np.concatenate([breaks.ravel() for breaks, _, _ in gaps]))
     most = max(64, numbers // (len(lines) + 1))
     kept = keep(columns, present, most, np.flatnonzero(np.isin(steps, ends)).tolist())
     over = _over(lines, [column[kept] for column in columns], left, right)
@@ -146,12 +146,12 @@ def chart(
 
 def _gaps(line: Line) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
     """Return where a line breaks, where it is a sample, and how many steps apart the samples are."""
-    found = step_gaps(line.steps if line.recorded is None else line.recorded)
-    breaks = found.breaks
+    step_gaps_of = step_gaps(line.steps if line.recorded is None else line.recorded)
+    breaks = step_gaps_of.breaks
     if len(breaks) > MAX_BREAKS:
         longest = np.argsort(breaks[:, 0] - breaks[:, 1], kind="stable")[:MAX_BREAKS]
         breaks = breaks[np.sort(longest)]
-    return breaks, found.sampled, found.every
+    return breaks, step_gaps_of.sampled, step_gaps_of.every
 
 
 def _over(

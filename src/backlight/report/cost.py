@@ -30,11 +30,11 @@ def _fixed(run: Run) -> dict[str, float]:
     events = run.events(COST)
     newest = max((event.attempt for event in events), default=0)
     rank = min((event.rank for event in events if event.attempt == newest), default=0)
-    found = [event.payload for event in events if (event.attempt, event.rank) == (newest, rank)]
+    payloads = [event.payload for event in events if (event.attempt, event.rank) == (newest, rank)]
     fixed: dict[str, float] = {}
     for part in ("start", "end"):
-        seconds = [payload.get("seconds") for payload in found if payload.get("part") == part]
-        known = [float(s) for s in seconds if isinstance(s, int | float) and math.isfinite(s)]
-        if known:
-            fixed[part] = sum(known)
+        seconds = [payload.get("seconds") for payload in payloads if payload.get("part") == part]
+        finite = [float(s) for s in seconds if isinstance(s, int | float) and math.isfinite(s)]
+        if finite:
+            fixed[part] = sum(finite)
     return fixed

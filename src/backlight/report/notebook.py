@@ -28,12 +28,12 @@ _TONES = {"error": "#e5484d", "warning": "#b8860b", "info": "#3b82c4", "clear": 
 def run_html(run: Run, findings: Sequence[Finding]) -> str:
     """Return the verdict, the first and last loss and total norm, and the findings of a run."""
     source = Source(run, tuple(findings))
-    said = outcome(source)
-    status = " · ".join(part for part in (said.state, said.status) if part)
+    view = outcome(source)
+    status = " · ".join(part for part in (view.state, view.status) if part)
     parts = [
         f"<div><strong>{html_of(run.name or 'unnamed run')}</strong> <small>{html_of(status)}</small></div>",
-        _verdict(said),
-        *(f'<div style="color:{_TONES["warning"]}">Lost: {html_of(loss)}</div>' for loss in said.losses),
+        _verdict(view),
+        *(f'<div style="color:{_TONES["warning"]}">Lost: {html_of(loss)}</div>' for loss in view.losses),
     ]
     figures = []
     for name, scalar in {**losses_of(run), "total norm": run.scalar("total_norm")}.items():
@@ -45,10 +45,10 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
         parts.append(f"<div>{html_of(' · '.join(figures))}</div>")
     if source.findings:
         parts.append(_table(source.findings))
-    parts += [f"<div><small>{html_of(one.text)}</small></div>" for one in said.withdrawn]
-    if said.unmeasured:
+    parts += [f"<div><small>{html_of(withdrawal.text)}</small></div>" for withdrawal in view.withdrawn]
+    if view.unmeasured:
         parts.append(
-            f"<div><small>{count(len(said.unmeasured), 'thing')} not measured: see the report.</small></div>"
+            f"<div><small>{count(len(view.unmeasured), 'thing')} not measured: see the report.</small></div>"
         )
     parts.append(f"<div><small><code>backlight report {html_of(run.location)}</code></small></div>")
     return f'<div style="line-height:1.45">{"".join(parts)}</div>'
@@ -120,9 +120,9 @@ def findings_html(run: Run, findings: Sequence[Finding]) -> str:
     return f'<div style="line-height:1.45">{"".join(parts)}</div>'
 
 
-def _verdict(said: Outcome) -> str:
-    tone = _TONES.get(said.tone, "currentColor")
-    return f'<div><strong style="color:{tone}">{html_of(said.tally)}.</strong> {html_of(said.detail)}</div>'
+def _verdict(view: Outcome) -> str:
+    tone = _TONES.get(view.tone, "currentColor")
+    return f'<div><strong style="color:{tone}">{html_of(view.tally)}.</strong> {html_of(view.detail)}</div>'
 
 
 def _table(findings: Sequence[Finding]) -> str:

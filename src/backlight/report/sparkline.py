@@ -64,8 +64,8 @@ def evidence_line(evidence: Iterable[tuple[Evidence, Place | None]], source: Sou
     ``step`` is that of the evidence. A value that is not finite is None. ``cuts`` are places before which
     nothing was recorded; a ``sampled`` series was recorded at every n-th step.
     """
-    for one, place in evidence:
-        steps, values, recorded = _series(one, place, source)
+    for item, place in evidence:
+        steps, values, recorded = _series(item, place, source)
         if len(steps) < 2 or not np.isfinite(values).any():
             continue
         kept = keep([values], [np.ones(len(values), np.bool_)], POINTS)
@@ -75,13 +75,13 @@ def evidence_line(evidence: Iterable[tuple[Evidence, Place | None]], source: Sou
         # Three digits are finer than a pixel.
         shown = [float(f"{value:.3g}") if math.isfinite(value) else None for value in values[kept]]
         return {
-            "path": visible(one.path),
+            "path": visible(item.path),
             "steps": at.tolist(),
             "values": shown,
             "cuts": cuts.tolist(),
             "sampled": gaps.every > 1,
             "log": spans_decades(values),
-            "step": one.step,
+            "step": item.step,
         }
     return None
 
@@ -92,7 +92,7 @@ def _series(evidence: Evidence, place: Place | None, source: Source) -> tuple[*S
     if kind in {"scalars", "user"}:
         scalar = source.scalar(name, "user" if kind == "user" else "backlight")
         return scalar.steps, scalar.values, scalar.steps
-    shown = next((one for one in COLUMNS if place is not None and one.name == place.column), None)
+    shown = next((c for c in COLUMNS if place is not None and c.name == place.column), None)
     if place is None or place.row is None or shown is None or shown.name not in source.frames.extremes:
         return np.empty(0, np.int64), np.empty(0), np.empty(0, np.int64)
     column = source.frames.extremes[shown.name]

@@ -63,14 +63,14 @@ def print_findings(
     are counted. With ``hints``, the hints take the place of the findings; else they are counted.
     """
     source = Source(run, tuple(findings))
-    said = outcome(source)
-    glyph = {"error": "✕", "warning": "!", "info": "i", "clear": "✓"}.get(said.tone, "?")
+    view = outcome(source)
+    glyph = {"error": "✕", "warning": "!", "info": "i", "clear": "✓"}.get(view.tone, "?")
     console.print(Text(visible(run.name) or "unnamed run", "bold"))
-    console.print(Text.assemble((f"{glyph} {said.tally}.", f"bold {_TONES[said.tone]}"), f" {said.detail}"))
-    for parts in ((said.state, said.status), said.about):
+    console.print(Text.assemble((f"{glyph} {view.tally}.", f"bold {_TONES[view.tone]}"), f" {view.detail}"))
+    for parts in ((view.state, view.status), view.about):
         if line := PARTED.join(part for part in parts if part):
             console.print(Text(line, "dim"))
-    for loss in said.losses:
+    for loss in view.losses:
         console.print(Text(f"Lost: {loss}", "yellow"))
     console.print()
     shown = source.hints if hints else source.findings
@@ -83,11 +83,11 @@ def print_findings(
             rest = count(len(same) - len(whole), "more finding")
             console.print(Text(f"  and {rest} of {visible(same[0].rule)}; --full prints all of them.", "dim"))
             console.print()
-    for one in said.withdrawn:
-        _print_row("", Text(one.text, "dim"), console)
-    if said.withdrawn:
+    for withdrawal in view.withdrawn:
+        _print_row("", Text(withdrawal.text, "dim"), console)
+    if view.withdrawn:
         console.print()
-    _print_unmeasured(said, console)
+    _print_unmeasured(view, console)
     if not hints and (line := hints_line(source)):
         console.print(Text(line, "dim"))
         console.print()
@@ -97,17 +97,17 @@ def print_findings(
         console.print()
 
 
-def summary_text(path: Path, found: Sequence[Finding] | None = None, progress: Progress | None = None) -> str:
+def summary_text(path: Path, fresh: Sequence[Finding] | None = None, progress: Progress | None = None) -> str:
     """Return what is printed after the run in ``path``: its findings, and what to type next.
 
-    ``found`` are findings that were just made, None to evaluate the rules; ``progress`` is as for
+    ``fresh`` are findings that were just made, None to evaluate the rules; ``progress`` is as for
     :func:`backlight.store.read.run.open_run`.
     """
     console = make_console(stderr=True)
     with console.capture() as captured:
         try:
             run = open_run(path, progress)
-            print_findings(run, findings_of(run, fresh=found), console)
+            print_findings(run, findings_of(run, fresh=fresh), console)
             next_command = explaining_command(run) or f"backlight report {as_typed(path)}"
             console.print(f"next: {next_command}", soft_wrap=True, markup=False)
         except StoreError as error:
@@ -131,7 +131,7 @@ def _print_finding(finding: Finding, source: Source, console: Console) -> None:
     _print_row("", Text(visible(finding.detail)), console)
     _print_row("fix", Text(visible(finding.fix)), console)
     # Scalars alone: a series of a parameter takes too long to read after each run.
-    if line := evidence_line(((one, None) for one in finding.evidence), source):
+    if line := evidence_line(((evidence, None) for evidence in finding.evidence), source):
         width = min(BARS, console.width - 2 - LABEL)
         values = outstanding(np.array(line["values"], dtype=np.float64), width)
         _print_row("series", Text(sparkline(values, width)), console)
@@ -149,11 +149,11 @@ def _print_finding(finding: Finding, source: Source, console: Console) -> None:
     console.print()
 
 
-def _print_unmeasured(said: Outcome, console: Console) -> None:
-    if not said.unmeasured:
+def _print_unmeasured(result: Outcome, console: Console) -> None:
+    if not result.unmeasured:
         return
     console.print(Text("Not measured", "bold"))
-    for item in said.unmeasured:
+    for item in result.unmeasured:
         names = f" ({listed(item.names)})" if item.names else ""
         _print_row("", Text.assemble((item.what, "bold"), f": {item.reason}{names}"), console)
     console.print()

@@ -92,8 +92,8 @@ class Guard:
         if _name(headers.get(b"host", b"")) not in HOSTS:
             return 421, (), b""
         if scope["path"] == "/":
-            given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-            token = next((token for token in self._tokens if _are_equal(given, token)), None)
+            token_given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+            token = next((token for token in self._tokens if _are_equal(token_given, token)), None)
             if token is None:
                 return _refused(headers)
             self._tokens.discard(token)
@@ -130,8 +130,8 @@ def _refused(headers: dict[bytes, bytes]) -> tuple[int, tuple[tuple[bytes, bytes
     return 403, ((b"content-type", b"text/html; charset=utf-8"),), USED_LINK.encode()
 
 
-def _are_equal(given: str, secret: str) -> bool:
-    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.encode("ascii"))
+def _are_equal(candidate: str, secret: str) -> bool:
+    return hmac.compare_digest(candidate.encode("utf-8", "surrogateescape"), secret.encode("ascii"))
 
 
 def _name(host: bytes) -> str:
@@ -311,7 +311,7 @@ class LiveServer:
         subject.touch()
         asked = request.query_params
         try:
-            found = await run_in_threadpool(
+            content = await run_in_threadpool(
                 subject.panel,
                 request.path_params["name"],
                 have=asked.get("have", ""),
@@ -320,9 +320,9 @@ class LiveServer:
             )
         except KeyError:
             return Response(status_code=404)
-        if found is None:
+        if content is None:
             return Response(status_code=204)
-        stamp, text = found
+        stamp, text = content
         return Response(text, media_type="application/json", headers={"x-stamp": stamp})
 
 

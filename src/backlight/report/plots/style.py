@@ -48,9 +48,9 @@ def colours() -> dict[str, str]:
 def ramp() -> list[str]:
     """Return the colours of the page's heat map from small to large."""
     sheet = (ASSETS / "page.css").read_text(encoding="utf-8")
-    found = re.search(r"--ramp:\s*([^;]+);", sheet)
-    assert found is not None  # the page could not draw its heat map without it
-    return found[1].split()
+    match = re.search(r"--ramp:\s*([^;]+);", sheet)
+    assert match is not None  # the page could not draw its heat map without it
+    return match[1].split()
 
 
 def tick(value: float, _place: int | None = None) -> str:
