@@ -92,10 +92,10 @@ def split_fail_on(
         If a name is neither a probe nor a severity or rule, or names findings where no steps are watched.
     """
     names = [name.strip() for name in (text or "").split(",") if name.strip()]
-    known = [ANY, *probes, *Severity, *RULES]
+    choices = [ANY, *probes, *Severity, *RULES]
     for name in names:
-        if name not in known:
-            problem = f"no such name as {name!r}{did_you_mean(name, known)}"
+        if name not in choices:
+            problem = f"no such name as {name!r}{did_you_mean(name, choices)}"
             raise FindingNameError("--fail-on", problem)
     of_probes = [name for name in names if name in {ANY, *probes}]
     of_findings = ["warning" if name == ANY else name for name in names if name not in probes]
