@@ -182,7 +182,7 @@ class Listener:
     def autocast_end(self, region: Any) -> None:
         """That region is about to be left."""
 
-    def loss_given(self, function: str, given: torch.Tensor) -> None:
+    def loss_given(self, function: str, inputs: torch.Tensor) -> None:
         """The function ``cross_entropy_loss`` or ``kl_div`` is called; only where a listener observes it."""
 
     def transferred(self, transfer: transfers.Transfer) -> None:
@@ -344,7 +344,7 @@ class Hub:
 
     def _set_listeners(self, listeners: tuple[Listener, ...]) -> None:
         self.listeners, self._receivers = listeners, {}
-        self._uses_modes = any(one.uses_modes for one in listeners)
+        self._uses_modes = any(listener.uses_modes for listener in listeners)
 
     def reads_gradients(self) -> bool:
         """Return whether a listener reads gradients when the optimizer of this step begins."""
@@ -358,10 +358,10 @@ class Hub:
     def _receivers_of(self, event: str) -> tuple[tuple[Listener, Callable[..., None]], ...]:
         # Only those that do something at this event.
         nothing = getattr(Listener, event)
-        found = self._receivers[event] = tuple(
-            (one, getattr(one, event)) for one in self.listeners if getattr(type(one), event) is not nothing
+        receivers = self._receivers[event] = tuple(
+            (l, getattr(l, event)) for l in self.listeners if getattr(type(l), event) is not nothing
         )
-        return found
+        return receivers
 
     def emit(self, event: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``event`` of every listener; one that raises is removed, and its error reported.

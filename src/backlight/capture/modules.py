@@ -51,9 +51,9 @@ def live_objects(*kinds: type[Object]) -> list[Object]:
     objects = gc.get_objects()
     # By type: isinstance() on a third-party object may run its __class__ property, and there are many objects
     # of few types. By id: a type may be unhashable.
-    types = {id(type(one)): type(one) for one in objects}
+    types = {id(type(thing)): type(thing) for thing in objects}
     wanted = {key for key, kind in types.items() if issubclass(kind, kinds)}
-    return [one for one in objects if id(type(one)) in wanted] if wanted else []
+    return [thing for thing in objects if id(type(thing)) in wanted] if wanted else []
 
 
 def table_of(module: nn.Module, name: str) -> dict[str, Any]:
@@ -131,8 +131,8 @@ class SeenModules:
 
     def is_modeless(self, module: nn.Module) -> bool:
         """Return whether ``module`` was built under the hooks, and neither ``train`` nor ``eval`` called."""
-        known = self._modules.get(id(module))
-        return id(module) in self._modeless and known is not None and known() is module
+        reference = self._modules.get(id(module))
+        return id(module) in self._modeless and reference is not None and reference() is module
 
     def note_replaced(self, owner: nn.Module, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Remember parameters that are about to be replaced, by their names below ``owner``."""
@@ -158,20 +158,20 @@ class SeenModules:
     def untied(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
         """Yield pairs of parameters that stand where one was registered twice."""
         for places in self._ties:
-            now = {id(one): one for place in places if (one := place.now()) is not None}
+            now = {id(parameter): parameter for place in places if (parameter := place.now()) is not None}
             if (tied := places[0].parameter()) is not None and (where := self.replaced(tied)) is not None:
-                held = {one.name: one.parameter for one in named_parameters(where[0])}
-                if (instead := held.get(where[1])) is not None:
+                by_name = {named.name: named.parameter for named in named_parameters(where[0])}
+                if (instead := by_name.get(where[1])) is not None:
                     now[id(instead)] = instead
             # Parameters that changed places were not tied.
-            is_new = all(one is tied or self.replaced(one) is None for one in now.values())
+            is_new = all(parameter is tied or self.replaced(parameter) is None for parameter in now.values())
             if len(now) == 2 and is_new:
                 first, second = now.values()
                 yield first, second
 
     def _meet(self, module: nn.Module) -> bool:
-        known = self._modules.get(id(module))
-        if known is not None and known() is module:  # an id may be that of a module that is gone
+        reference = self._modules.get(id(module))
+        if reference is not None and reference() is module:  # an id may be that of a module that is gone
             return False
         self._modules[id(module)] = weakref.ref(module)
         self._modeless.discard(id(module))
@@ -205,7 +205,7 @@ def install(seen: SeenModules) -> list[Any]:
             seen.note(child)
         former = table_of(module, "_modules").get(name)
         if former is not None and former is not child:
-            seen.note_replaced(module, ((one.name, one.parameter) for one in named_parameters(former, name)))
+            seen.note_replaced(module, ((n.name, n.parameter) for n in named_parameters(former, name)))
 
     def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         seen.note(module)
@@ -276,8 +276,8 @@ def named_parameters(root: nn.Module, prefix: str = "") -> Iterator[NamedParamet
     sharded: dict[tuple[int, str], nn.Parameter] = {}
     for name, module in walk(root, prefix):
         sharded.update(shards(module))
-        for key, held in table_of(module, "_parameters").items():
-            parameter = sharded.get((id(module), key), held) if sharded else held
+        for key, registered in table_of(module, "_parameters").items():
+            parameter = sharded.get((id(module), key), registered) if sharded else registered
             if SHARES:
                 parameter = shared(parameter)
             if parameter is not None:

@@ -80,7 +80,7 @@ def open_writer(
     rank, size = rank_and_size()
     problem = world().problem if size == 1 else ""
     launch = launch_id()
-    given: dict[str, Any] = {
+    creation: dict[str, Any] = {
         "name": path.name,
         "script": script,
         "arguments": arguments,
@@ -105,13 +105,13 @@ def open_writer(
         "keep_arguments": settings.keep_arguments,
     }
     try:
-        writer = RunWriter.create(path, **given)
+        writer = RunWriter.create(path, **creation)
     except RunExistsError as error:
         if not problem and isinstance(error, RunHeldError):
             raise RunExistsError(f"{error}, or continue this run with --resume (resume=True)") from None
         if not problem:
             raise
-        writer = RunWriter.create(path.with_name(f"{path.name}.process-{os.getpid()}"), **given)
+        writer = RunWriter.create(path.with_name(f"{path.name}.process-{os.getpid()}"), **creation)
     notifier.writer = writer
     if problem:
         where = f" in {writer.path}" if writer.path != path else ""
@@ -168,8 +168,8 @@ def why_no_step(tracker: StepTracker, scope: Scope, ending: str) -> str:
     ``ending`` is how the script ended before its time, empty where it did not.
     """
     if tracker.done:
-        known = scope.table.records
-        return "" if known else "no optimizer holds a model: give it to the watch, backlight.watch(model)"
+        records = scope.table.records
+        return "" if records else "no optimizer holds a model: give it to the watch, backlight.watch(model)"
     passes = tracker.backwards
     if ending and passes <= 1:
         frozen = [p for p in scope.table.records if p.in_model]
@@ -197,8 +197,8 @@ def holds_nothing(writer: RunWriter) -> bool:
         return False
     manifest = read_manifest(writer.path)
     entries = [entry for entry in manifest.attempts if entry.index == writer.attempt]
-    found = [open_attempt(writer.path, entry, manifest.run_id) for entry in entries]
-    files = [file for one in found for file in (*one.files, *one.watchdogs)]
+    attempts = [open_attempt(writer.path, entry, manifest.run_id) for entry in entries]
+    files = [file for attempt in attempts for file in (*attempt.files, *attempt.watchdogs)]
     return not any(file.last_step >= 0 or file.findings() for file in files)
 
 
@@ -238,17 +238,17 @@ class FingerprintOutput(Output):
     def on_parameters_known(self) -> None:
         """Take the fingerprint, and look for groups without parameters."""
         table = self._run.scope.table
-        found = take_fingerprint(self._run.scope, self._run.arguments)
+        fingerprint = take_fingerprint(self._run.scope, self._run.arguments)
         expected = self._run.writer.expected_fingerprint
-        if expected is not None and _is_another_model(found, expected):
-            sizes = expected.parameter_count, found.parameter_count
+        if expected is not None and _is_another_model(fingerprint, expected):
+            sizes = expected.parameter_count, fingerprint.parameter_count
             what = f"{sizes[0]} parameters, this script has {sizes[1]}"
             if sizes[0] == sizes[1]:
                 what = "of other modules or shapes than this script's"
             path = as_typed(self._run.path)
             self._run.abandon(f"{path}: holds another training run ({what}); choose another --out")
             return
-        self._run.writer.fingerprint(found)
+        self._run.writer.fingerprint(fingerprint)
         names = [record.name for record in table.records]
         for group, pattern in self._groups.items():
             try:
@@ -258,6 +258,6 @@ class FingerprintOutput(Output):
                 self._run.notifier.warn(f"group {group}", f"the group {group!r} is not measured: {error}")
 
 
-def _is_another_model(found: Fingerprint, expected: Fingerprint) -> bool:
+def _is_another_model(fingerprint: Fingerprint, expected: Fingerprint) -> bool:
     """Return whether module tree or shapes differ; with another number of ranks they may without meaning."""
-    return found.world_size == expected.world_size and found.module_hash != expected.module_hash
+    return fingerprint.world_size == expected.world_size and fingerprint.module_hash != expected.module_hash

@@ -32,17 +32,17 @@ def print_result(path: Path, findings: Sequence[Finding], steps: int, progress: 
     if rank != 0:
         return
     run = open_run(path, progress)
-    said = outcome(Source(run, tuple(findings)))
-    if said.tone == "unmeasured":
-        text = f"{said.tally}. {said.detail}"
+    summary = outcome(Source(run, tuple(findings)))
+    if summary.tone == "unmeasured":
+        text = f"{summary.tally}. {summary.detail}"
     else:
-        hints = f" and {count(said.hints, 'hint')}" if said.hints else ""
-        result = "" if said.headline in said.tally else f": {said.headline}"
-        text = f"{said.tally}{hints} in {count(steps, 'step')}{result}."
-        text += f" {said.lacks}." if said.lacks else ""
+        hints = f" and {count(summary.hints, 'hint')}" if summary.hints else ""
+        result = "" if summary.headline in summary.tally else f": {summary.headline}"
+        text = f"{summary.tally}{hints} in {count(steps, 'step')}{result}."
+        text += f" {summary.lacks}." if summary.lacks else ""
         sampled = sampled_text(run)
         text += f" Recorded: {sampled}." if sampled else ""
-    text += "".join(f" {one.text}" for one in said.withdrawn)
+    text += "".join(f" {withdrawal.text}" for withdrawal in summary.withdrawn)
     if size > 1 and not wait_for_ranks(path, 0.0):
         text += " Other ranks have not ended."
     print_line(f"{text} Next: backlight report {visible(shlex.quote(as_typed(path)))}", sys.stderr)

@@ -43,9 +43,9 @@ class ForwardParameters(Check):
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0 and HUB.seen.registered is not None:
             registered, HUB.seen.registered = HUB.seen.registered, None
-            for one in registered:
-                if (parameter := one.parameter()) is not None and parameter.grad is None:
-                    self._made.append(one)
+            for registration in registered:
+                if (parameter := registration.parameter()) is not None and parameter.grad is None:
+                    self._made.append(registration)
 
     def backward_end(self) -> None:
         """Compare those that have a gradient now with those of an earlier step."""
@@ -56,19 +56,19 @@ class ForwardParameters(Check):
             else ()
         )
         reached = [
-            one
-            for one in made
-            if (parameter := one.parameter()) is not None
+            entry
+            for entry in made
+            if (parameter := entry.parameter()) is not None
             and parameter.grad is not None
             and id(parameter) not in ids
         ]
         anew: dict[tuple[str, str], bool] = {}  # whether a matrix is among the parameters of each layer
-        for one in reached:
-            key = (one.kind, str(one.line or ""))
-            step, earlier = self._earlier.get(key, (self.step, one))
+        for record in reached:
+            key = (record.kind, str(record.line or ""))
+            step, earlier = self._earlier.get(key, (self.step, record))
             if step < self.step and earlier.module() is None:
-                anew[key] = anew.get(key, False) or one.dimensions > 1
-        self._earlier |= {(one.kind, str(one.line or "")): (self.step, one) for one in reached}
+                anew[key] = anew.get(key, False) or record.dimensions > 1
+        self._earlier |= {(record.kind, str(record.line or "")): (self.step, record) for record in reached}
         if anew:
             self._report(list(anew), any(anew.values()))
 

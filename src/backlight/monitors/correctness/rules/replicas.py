@@ -240,7 +240,7 @@ def _finding(run: Run, differences: Sequence[_Apart], *, is_first: bool) -> Find
 
 
 def _spread(values: Mapping[int, Values]) -> float:
-    norms = [one.norm for one in values.values()]
+    norms = [replica.norm for replica in values.values()]
     return (max(norms) - min(norms)) / max(*norms, 1e-30)
 
 
