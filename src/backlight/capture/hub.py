@@ -359,7 +359,7 @@ class Hub:
         # Only those that do something at this event.
         nothing = getattr(Listener, event)
         receivers = self._receivers[event] = tuple(
-            (l, getattr(l, event)) for l in self.listeners if getattr(type(l), event) is not nothing
+            (obs, getattr(obs, event)) for obs in self.listeners if getattr(type(obs), event) is not nothing
         )
         return receivers
 
