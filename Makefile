@@ -25,7 +25,7 @@ QUICK := $(addprefix tests/, test_*.py analysis capture cli experiments findings
 demo: $(VENV)/.demo  ## install, find a bug in a small script, train with the fix, show both reports
 	$(BIN)/backlight demo
 
-quick: $(VENV)/.dev  ## no processes, no ranks: less than a minute on 2 cores
+quick: $(VENV)/.dev  ## no processes, no ranks
 	$(TESTS) -n $(CORES) --dist loadfile --no-processes -m "not slow and not full and not alone" $(QUICK)
 
 test: $(VENV)/.dev  ## every mechanism at least once; `make lint` checks style, types and import contracts
