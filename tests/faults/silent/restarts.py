@@ -17,13 +17,15 @@ STEPS = 4
 Make = Callable[[int, nn.Module], torch.optim.Optimizer]
 
 
-def epochs_of(make: Make, before: Callable[[int, nn.Module], object] = lambda *_: None) -> None:
+def epochs_of(
+    make: Make, before: Callable[[int, nn.Module], object] = lambda *_: None, steps: int = STEPS
+) -> None:
     """Train for some epochs, each with the optimizer that ``make(epoch, model)`` returns."""
     model = perceptron()
     for epoch in range(EPOCHS):
         before(epoch, model)
         optimizer = make(epoch, model)
-        for x, y in batches(STEPS):
+        for x, y in batches(steps):
             optimizer.zero_grad()
             F.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -145,6 +147,11 @@ def rate_finder() -> None:
     """The weights are restored before each trial."""
     weights = {name: value.clone() for name, value in perceptron().state_dict().items()}
     epochs_of(adam, lambda _, model: model.load_state_dict(weights))
+
+
+@control
+def trials_of_batch_sizes() -> None:
+    epochs_of(adam, steps=3)
 
 
 @control

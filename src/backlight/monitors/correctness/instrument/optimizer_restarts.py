@@ -19,6 +19,9 @@ from backlight.user_code import user_line
 RESTARTS = 2
 """Times that an optimizer starts without the state of the one before, from which on that is reported."""
 
+STEPS = 4
+"""Steps that make an optimizer more than a trial: a search for the batch size takes three with each."""
+
 Key = tuple[int, ...]
 """Parameters by ``id``."""
 
@@ -39,6 +42,7 @@ class _Holder:
     optimizer: weakref.ref[Optimizer]
     first: weakref.ref[Tensor]
     made: _Made | None
+    begin: int
     restarts: int = 0
     has_state: bool = False
 
@@ -86,12 +90,13 @@ class OptimizerRestarts(Check):
             return
         key = self._keys[optimizer] = tuple(map(id, own))
         made, before = self._made.get(optimizer), self._holders.get(key)
-        holder = self._holders[key] = _Holder(weakref.ref(optimizer), weakref.ref(own[0]), made)
+        holder = self._holders[key] = _Holder(weakref.ref(optimizer), weakref.ref(own[0]), made, self.step)
         self._last = optimizer
         if before is None or before.made is None or made is None or before.first() is not own[0]:
             return
         is_same = made.follows and made.settings == before.made.settings
-        if is_same and before.has_state and not optimizer.state:
+        is_lost = before.has_state and self.step - before.begin >= STEPS
+        if is_same and is_lost and not optimizer.state:
             holder.restarts = before.restarts + 1
             if holder.restarts >= RESTARTS:
                 self.report(StateLost(self.step, type(optimizer).__name__, made.line, holder.restarts))
