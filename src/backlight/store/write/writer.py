@@ -38,8 +38,6 @@ _WIDTHS = {name: (len(schema.floats), len(schema.integers)) for name, schema in 
 MAX_BUFFERED_BYTES = 256 * 1024 * 1024
 """May wait for a flush; rows that come while a stuck disk holds more are counted and dropped."""
 
-_DROPPED = "a slow or failing disk, or max_disk reached"
-
 RECENT_TABLES = 16
 """Parameter tables that are recognised without comparing their records."""
 
