@@ -9,6 +9,8 @@ from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from backlight import clock
 from backlight.capture.hub import HUB
 from backlight.monitor import NEVER, Monitor, RunHandle
@@ -64,7 +66,7 @@ class StepTimeMonitor(Monitor):
         self._optimizers: list[dict[str, Any]] = []
         self._numbers: set[int] = set()
         self._core_wait: CoreWait | None = None
-        self._step = 0
+        self._step = self._anomaly_steps = 0
         self._pauses = GarbagePauses(run.notifier.event, map(attrgetter("_step"), repeat(self)))
         self._kept_graphs = KeptGraphTracker(lambda facts, step: run.notifier.event(KEPT_GRAPHS, facts, step))
         self._kept_data = KeptDataTracker(
@@ -78,7 +80,9 @@ class StepTimeMonitor(Monitor):
         """Record the runtime info."""
         self._pauses.stop()
         self._kept_graphs.finish()
-        info = runtime_info(self._optimizers, HUB.loader_workers, self._core_wait)
+        info = runtime_info(
+            self._optimizers, HUB.loader_workers, self._core_wait, anomaly_steps=self._anomaly_steps
+        )
         self._run.notifier.event(RUNTIME_INFO, info, max(self._run.clock.done - 1, 0))
 
     def next_step(self, step: int) -> int:
@@ -102,6 +106,7 @@ class StepTimeMonitor(Monitor):
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
         """Add one scalar per phase, and record the pauses since the last recorded step and what is kept."""
         self._pauses.flush()
+        self._anomaly_steps += torch.is_anomaly_enabled()
         self._step += 1  # a pause from here on is of no recorded step, until the next one starts
         self._kept_graphs.end_step()
         if self._step >= self._kept_data.next_step:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import backlight
+from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Severity
 from injected_faults import GIB, KEPT, RECOMPILED
 
@@ -30,6 +35,26 @@ def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
     assert evaluated(stored(runtime_info=device | {"core_wait": 0.2}), "bottleneck")
     alone = {"cores": 4, "threads": 4, "local_ranks": 1, "workers": 0}
     assert not evaluated(stored(runtime_info=alone), "bottleneck")
+
+
+@pytest.mark.parametrize("left_on", [True, False])
+def test_anomaly_detection_that_is_left_on(left_on: bool, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        torch.autograd.set_detect_anomaly(left_on, check_nan=False),
+        warnings.catch_warnings(),
+        backlight.watch(run=tmp_path / "run", every=1, monitors=("steptime",), quiet=True),
+    ):
+        warnings.simplefilter("ignore")  # torch warns of the mode
+        for step in range(60):
+            # The control looks into one step.
+            with torch.autograd.set_detect_anomaly(left_on or step == 3, check_nan=False):
+                optimizer.zero_grad()
+                model(torch.ones(3, 4)).square().mean().backward()
+                optimizer.step()
+    titles = [f.title for f in evaluate_rules(backlight.open_run(tmp_path / "run")) if f.rule == "bottleneck"]
+    assert ("Anomaly detection is on: every step takes longer for it" in titles) == left_on
 
 
 @pytest.mark.slow

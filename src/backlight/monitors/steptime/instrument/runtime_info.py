@@ -39,14 +39,20 @@ class CoreWait:
 
 
 def runtime_info(
-    optimizers: Sequence[dict[str, Any]], workers: int | None, waiting: CoreWait | None = None
+    optimizers: Sequence[dict[str, Any]],
+    workers: int | None,
+    waiting: CoreWait | None = None,
+    *,
+    anomaly_steps: int = 0,
 ) -> dict[str, Any]:
     """Return the facts as JSON types.
 
     ``optimizers`` are their parameter groups, read while they existed; ``workers`` those of the loaders that
-    gave batches, None where none of torch's did.
+    gave batches, None where none of torch's did; ``anomaly_steps`` are the recorded steps under anomaly
+    detection.
     """
     return {
+        "anomaly_steps": anomaly_steps,
         "core_wait": waiting.share() if waiting is not None else None,
         "cores": available_cores(),
         "threads": torch.get_num_threads(),

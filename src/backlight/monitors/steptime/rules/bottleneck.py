@@ -98,7 +98,7 @@ class BottleneckLimits(BusyLimits):
 @rule("bottleneck", monitor="steptime", limits=BottleneckLimits, is_statistic=True)
 def bottleneck(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     """Find what takes the time of a steady step; data, device and copies from a stored profile."""
-    for find in (_data, _launches, _communication, _copies, _optimizer, _threads, _late_rank):
+    for find in (_data, _launches, _communication, _copies, _optimizer, _anomaly, _threads, _late_rank):
         yield from find(run, limits)
 
 
@@ -350,6 +350,26 @@ def _slow_optimizer(
         fix=f"Use `{kind}(..., {option})` and compare: `backlight compare --ab` on both commands.",
         refuted_if=f"the same run with `{option}` spends as long in the optimizer.",
     )
+
+
+def _anomaly(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find anomaly detection, which keeps a stack of Python for every node of the graph, left on."""
+    info = read_runtime_info(run)
+    steps = 0 if info is None else int(info.payload.get("anomaly_steps") or 0)
+    if info is not None and steps >= limits.steady_steps:
+        yield Finding(
+            severity=Severity.WARNING,
+            title="Anomaly detection is on: every step takes longer for it",
+            detail=(
+                f"`torch.autograd.set_detect_anomaly` was on at the end of {count(steps, 'recorded step')}. "
+                "torch then keeps the stack of Python for every operation, and looks for NaN in every "
+                "gradient of the backward pass; a step takes several times as long. It is for debugging."
+            ),
+            subject=Subject(rank=info.rank),
+            evidence=(info_evidence(info, f"anomaly detection on at {steps} recorded steps"),),
+            fix="Remove it; `backlight nan SCRIPT` finds the operation that gives the first NaN without it.",
+            refuted_if="a NaN is being looked for in this run.",
+        )
 
 
 def _threads(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
