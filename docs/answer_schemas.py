@@ -147,7 +147,7 @@ class _Overlaid(TypedDict):
 ANSWERS: Mapping[str, Any] = {
     "attach": _answer(Attached) | _answer(AttachedDumps) | _answer(AttachedJob),
     "check": _answer(Probes, findings=NotRequired[list[Finding]]) | _answer(Regions),
-    "compare": _answer(Comparison) | _answer(ABTest) | _Overlaid,
+    "compare": _answer(Comparison) | _answer(ABTest) | _answer(_Overlaid),
     "doctor": list[Check],
     "findings": _Findings | _answer(StepSamples),
     "gram": _answer(GramRecord),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from backlight.cli import app as application
-from backlight.cli.script_command import ScriptCommand
+from backlight.cli.app import ScriptCommand
 
 Console = Callable[..., subprocess.CompletedProcess[str]]
 DOCS = Path(__file__).parents[2] / "docs"

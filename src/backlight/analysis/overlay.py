@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight import codec
+from backlight.answer import Answer, Column, Table, indexed, word
 from backlight.monitors.grokking.model.analysis import limits_of
 from backlight.monitors.grokking.model.curves import DetectionError
 from backlight.monitors.grokking.model.lead_lag import measures_of
@@ -19,6 +22,7 @@ from backlight.monitors.grokking.model.reader import TEST, TRAIN, Stated, detect
 from backlight.monitors.grokking.model.verdicts import Detection
 from backlight.report.overlay import OverlayPage
 from backlight.store.read.run import Run
+from backlight.text import count, number
 
 CURVES = (TRAIN, TEST, "train_loss", "test_loss")
 """Curves of the user that come before the measures."""
@@ -128,9 +132,9 @@ def _named(runs: Sequence[Run]) -> dict[str, Run]:
     named: dict[str, Run] = {}
     for run in runs:
         folder = run.path.resolve().name
-        name, count = folder, 2
+        name, copy = folder, 2
         while name in named:
-            name, count = f"{folder} ({count})", count + 1
+            name, copy = f"{folder} ({copy})", copy + 1
         named[name] = run
     return named
 
@@ -144,15 +148,50 @@ def value_at(series: Series, step: int) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def as_page(overlaid: Overlaid) -> OverlayPage:
-    """Return the page of overlaid runs."""
+def answer(overlaid: Overlaid) -> Answer:
+    """Return the runs with their verdicts, then each measure at a few steps, run by run."""
+    steps = overlaid.table_steps()
+    heads = [f"{step:+,}" if overlaid.aligned else f"step {step:,}" for step in steps]
+    values = (
+        Column(head, partial(_value_of, step), lambda value: number(value, 3))
+        for head, step in zip(heads, steps, strict=True)
+    )
+    measures = Table(
+        (word("measure", itemgetter(0)), word("run", itemgetter(1), "name"), *values),
+        [
+            ("" if row else measure, name, series)
+            for measure, of_run in overlaid.measures.items()
+            for row, (name, series) in enumerate(of_run.items())
+        ],
+        brief=200,
+        notes=("steps count from the generalisation of each run",) if overlaid.aligned else (),
+    )
+    verdict = f"{count(len(overlaid.runs), 'run')} overlaid"
+    return Answer(verdict, overlaid.as_json(), _remarks(overlaid), (_runs_table(overlaid), measures))
+
+
+def _value_of(step: int, row: tuple[str, str, Series]) -> float | None:
+    return value_at(row[2], step)
+
+
+def _runs_table(overlaid: Overlaid) -> Table:
     rows = []
     for name, (_, facts, detection) in overlaid.runs.items():
         times = ("not evaluated", "", "")
         if detection is not None:
             times = (detection.words, str(detection.memorised or ""), str(detection.generalised or ""))
         rows.append((name, facts.experiment, facts.control, *times))
-    remarks = [f"{name} never generalised and could not be aligned." for name in overlaid.left_out]
-    remarks += [f"{reason}." for reason in overlaid.reasons.values()]
+    heads = ("run", "experiment", "control", "verdict", "memorised in", "generalised in")
+    return Table(indexed(heads, "text"), rows, brief=60, title="Runs")
+
+
+def _remarks(overlaid: Overlaid) -> tuple[str, ...]:
+    alone = (f"{name} never generalised and could not be aligned." for name in overlaid.left_out)
+    return (*alone, *(f"{reason}." for reason in overlaid.reasons.values()))
+
+
+def as_page(overlaid: Overlaid) -> OverlayPage:
+    """Return the page of overlaid runs."""
     across = "steps after generalisation" if overlaid.aligned else "step"
-    return OverlayPage("Overlaid runs", rows, overlaid.measures, across, remarks)
+    table = _runs_table(overlaid)
+    return OverlayPage("Overlaid runs", table, overlaid.measures, across, _remarks(overlaid))

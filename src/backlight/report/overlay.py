@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from backlight import __version__
-from backlight.answer import Answer, Table, indexed
+from backlight.answer import Answer, Table
 from backlight.findings.losses import losses_of
 from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
 from backlight.report.markdown import answer_markdown
@@ -29,12 +29,11 @@ SHOWN = 8
 class OverlayPage:
     """What the page shows.
 
-    ``runs`` are rows of a table: name, experiment, control, verdict, and both times. ``measures`` are by
-    measure and run; ``across`` names the horizontal axis.
+    ``measures`` are by measure and run; ``across`` names the horizontal axis.
     """
 
     title: str
-    runs: Sequence[tuple[str, ...]]
+    runs: Table
     measures: Mapping[str, Mapping[str, Series]]
     across: str
     remarks: Sequence[str] = ()
@@ -51,9 +50,7 @@ def content(page: OverlayPage) -> dict[str, Any]:
     for name, of_run in page.measures.items():
         kinds.setdefault(_kind(name), {})[name] = of_run
     most = max((len(of_run) for of_run in page.measures.values()), default=0)
-    heads = ("run", "experiment", "control", "verdict", "memorised in", "generalised in")
-    runs = Table(indexed(heads, "word"), page.runs, title="Runs")
-    panels = [listing(runs, remarks=(*page.remarks, *left_out(most)))]
+    panels = [listing(page.runs, remarks=(*page.remarks, *left_out(most)))]
     for title in ("Learning curves", "Progress measures", "Geometry of gradients"):
         chosen = kinds.get(title, {})
         charts = [
@@ -63,7 +60,7 @@ def content(page: OverlayPage) -> dict[str, Any]:
             panels.append(part(title.split(maxsplit=1)[0].lower(), title, "lines", {"charts": charts}))
     every = [steps for of_run in page.measures.values() for steps, _ in of_run.values() if len(steps)]
     ends = (min(int(s[0]) for s in every), max(int(s[-1]) for s in every)) if every else (0, 0)
-    state = compared(page.title, len(page.runs), f"By {page.across}.", steps=ends)
+    state = compared(page.title, len(page.runs.rows), f"By {page.across}.", steps=ends)
     state["across"] = page.across
     return {**state, "panels": panels, "precision": "0 %", "version": __version__}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from backlight.diagnose.profile.causes import READ, find_causes, read_line
+from backlight.diagnose.profile.answer import READ, find_causes, read_line
 
 SOURCE = "for x in data:\n    total += loss.item()\n    torch.save(state, path)\n    y = layer(x)\n"
 STEP_MS = 100.0

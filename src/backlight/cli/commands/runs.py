@@ -288,15 +288,11 @@ def compare(
 def _overlay(
     runs: Sequence[RunReader], measures: Sequence[str], out: Path | None, *, align: bool, as_json: bool
 ) -> int:
-    from backlight.analysis.overlay import as_page, overlay
-    from backlight.cli.render.grok import print_overlaid
+    from backlight.analysis.overlay import answer, as_page, overlay
     from backlight.report.overlay import write_overlay
 
     overlaid = overlay(runs, align=align, only=measures)
-    if as_json:
-        print_json(overlaid.as_json())
-    else:
-        print_overlaid(overlaid, make_console())
+    print_answer(answer(overlaid), as_json=as_json, full=True)
     if out is not None:
         write(write_overlay(as_page(overlaid), out), file=sys.stderr if as_json else sys.stdout)
     return 0

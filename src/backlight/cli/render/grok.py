@@ -7,19 +7,12 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from backlight.analysis.overlay import Overlaid, value_at
 from backlight.cli.console import Page, make_table
 from backlight.monitors.grokking.model.analysis import GrokkingAnalysis, following_table
 from backlight.text import duration, number, size, visible
 
 if TYPE_CHECKING:
     from backlight.experiments.cost import Estimate
-
-NAME = 20
-"""Characters of the name of a run for which columns of values are left out."""
-
-_VALUE = 11
-"""Characters of a column of values, its padding included."""
 
 _STYLES = {"grokking": "bold green", "unstable": "bold yellow", "threshold-artefact": "bold yellow",
            "insufficient-data": "bold yellow"}  # fmt: skip
@@ -91,44 +84,6 @@ def _print_following(found: GrokkingAnalysis, console: Console) -> None:
     console.print(f"  {explained}.", style="dim")
     if found.controls:
         console.print(f"  {found.signals()}")
-
-
-def print_overlaid(overlaid: Overlaid, console: Console) -> None:
-    """Print the runs with their verdicts, then each measure at a few steps, run by run."""
-    columns = ("experiment", "control", "verdict", "memorised", "generalised")
-    table = make_table("run", *columns, folded=columns)
-    for name, (_, facts, detection) in overlaid.runs.items():
-        times = (
-            ("", "", "")
-            if detection is None
-            else (detection.words, *(str(t or "") for t in (detection.memorised, detection.generalised)))
-        )
-        cells = (name, facts.experiment, facts.control, times[0] or "not evaluated", *times[1:])
-        table.add_row(*map(visible, cells))
-    console.print(table)
-    for name in overlaid.left_out:
-        console.print(f"  {visible(name)} never generalised and cannot be aligned.", style="yellow")
-    for reason in overlaid.reasons.values():
-        console.print(f"  {visible(reason)}.", style="yellow")
-    if overlaid.aligned:
-        console.print("  Steps count from the generalisation of each run.", style="dim")
-    named = max((len(name) for name in overlaid.measures), default=0)
-    runs = min(NAME, max((len(name) for name in overlaid.runs), default=0))
-    chosen = _spread(overlaid.table_steps(), (console.width - named - runs - 4) // _VALUE)
-    heads = [f"{step:+,}" if overlaid.aligned else f"step {step:,}" for step in chosen]
-    table = make_table("measure", "run", *heads, named=("run",))
-    for measure, of_run in overlaid.measures.items():
-        for row, (name, series) in enumerate(of_run.items()):
-            values = [value_at(series, step) for step in chosen]
-            shown = ["" if value is None else number(value, 3) for value in values]
-            table.add_row("" if row else visible(measure), visible(name), *shown)
-    console.print(table)
-
-
-def _spread(steps: list[int], most: int) -> list[int]:
-    """Return at most ``most`` of the steps, or three, the first and the last among them."""
-    count = min(len(steps), max(3, most))
-    return [steps[round(k * (len(steps) - 1) / max(1, count - 1))] for k in range(count)]
 
 
 def print_estimate(found: Estimate, console: Console) -> None:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
 
 from backlight.capture.hooks import Patches
-from backlight.diagnose.profile.causes import SHORT_CALL_MS
+from backlight.diagnose.profile.answer import SHORT_CALL_MS
 from backlight.diagnose.profile.optimizations import OFF
 from backlight.distributed import world
 from backlight.launch.subprocess import run_in_own_session
