@@ -127,7 +127,7 @@ def test_finding_of_one_run_is_named(console_script: Console, folder: Path) -> N
     printed = console_script(folder, "compare", "a", "frozen").stdout
     assert "only in B: warning: `last.weight` and `last.bias` are not in any optimizer" in printed
     printed = console_script(folder, "compare", "a", "frozen", "--full").stdout
-    assert re.search(r"warning +B +none +`last.weight` and `last.bias` are not in any optimizer", printed)
+    assert re.search(r"warning +B +none +`last.weight` and `last.bias` are not in any", printed)
 
 
 def test_page_has_the_tables_and_the_curves_of_all_runs(

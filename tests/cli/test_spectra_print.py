@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
-from backlight.diagnose.spectra.answer import _bounds, _table, _together
-from backlight.monitors.spectra.model.echo_records import layer_histories
-from backlight.store.spectra import layers, measurements
+from backlight.diagnose.spectra.answer import _together
+from backlight.monitors.spectra.model.echo_records import LayerHistory, layer_histories, layer_table
 from spectra_runs import STRENGTHS, Injected, write_spectra_run
+
+
+def intervals(histories: tuple[LayerHistory, ...]) -> list[str]:
+    table = layer_table(histories, 20)
+    column = next(column for column in table.columns if column.title == "95 %")
+    return [column.cell(row) for row in table.rows]
 
 
 def test_table_and_total_have_intervals(tmp_path: Path) -> None:
     run = write_spectra_run(tmp_path / "run", Injected(steps=(0,), strengths={next(iter(STRENGTHS)): (8.0,)}))
-    table = _table({layer.parameter: layer for layer in layers(run)}, measurements(run))
-    column = next(column for column in table.columns if column.title == "95 %")
-    shown = [column.cell(row) for row in table.rows]
-    assert len(shown) == len(layer_histories(run))
-    assert all(one.startswith("> ") or "-" in one[1:] for one in shown), shown
-    together = _together(run)
+    histories = layer_histories(run)
+    shown = intervals(histories)
+    assert len(shown) == len(histories)
+    assert all(text.startswith("> ") or "-" in text[1:] for text in shown), shown
+    together = _together(histories)
+    assert together is not None
     assert together.interval.low <= together.value <= together.interval.high
-    assert _bounds(1.5, math.inf) == "> 1.5"
-    assert _bounds(math.nan, math.nan) == "-"
+    for low, high, text in ((1.5, math.inf, "> 1.5"), (math.nan, math.nan, "-")):
+        numbers = {**histories[0].last.numbers, "noise_scale_low": low, "noise_scale_high": high}
+        last = dataclasses.replace(histories[0].last, numbers=numbers)
+        assert intervals((dataclasses.replace(histories[0], measured=(last,)),)) == [text]

@@ -150,7 +150,7 @@ def value_at(series: Series, step: int) -> float | None:
 
 def answer(overlaid: Overlaid) -> Answer:
     """Return the runs with their verdicts, then each measure at a few steps, run by run."""
-    steps = overlaid.table_steps()
+    steps = overlaid.table_steps()[::2]  # as many as fit next to the names in 80 columns
     heads = [f"{step:+,}" if overlaid.aligned else f"step {step:,}" for step in steps]
     values = (
         Column(head, partial(_value_of, step), lambda value: number(value, 3))
@@ -186,7 +186,7 @@ def _runs_table(overlaid: Overlaid) -> Table:
 
 
 def _remarks(overlaid: Overlaid) -> tuple[str, ...]:
-    alone = (f"{name} never generalised and could not be aligned." for name in overlaid.left_out)
+    alone = (f"{name} never generalised and cannot be aligned." for name in overlaid.left_out)
     return (*alone, *(f"{reason}." for reason in overlaid.reasons.values()))
 
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backlight.answer import Answer, Column, Table, word
+from backlight.answer import Answer
 from backlight.diagnose.spectra.run import SpectraResult
 from backlight.measure.noise_scale import NoiseScale
-from backlight.monitors.spectra.model.echo_records import bounds, joint_noise_scale, layer_histories
+from backlight.monitors.spectra.model.echo_records import (
+    LayerHistory,
+    bounds,
+    by_signal,
+    joint_noise_scale,
+    layer_histories,
+    layer_table,
+)
 from backlight.store.read.run import Run
-from backlight.store.spectra import Layer, Measurement, layers, measurements
+from backlight.store.spectra import Layer, Measurement
 from backlight.text import listed
 
 SHOWN = 20
@@ -29,51 +37,36 @@ class SpectraRecord:
 
 def answer(outcome: SpectraResult, run: Run) -> Answer:
     """Return the answer: the layers of the last step, the largest share of signal first."""
-    by_name = {layer.parameter: layer for layer in layers(run)}
-    measured = [one for one in measurements(run) if one.parameter in by_name]
-    together = _together(run)
-    steps = sorted({one.step for one in measured})
-    last = [one for one in measured if one.step == steps[-1]] if steps else []
+    histories = layer_histories(run)
+    together = _together(histories)
+    steps = sorted({entry.step for history in histories for entry in history.measured})
+    last = [history for history in histories if history.last.step == steps[-1]]
     many = f", {len(steps)} steps, here the last: {steps[-1]}" if len(steps) > 1 else ""
-    replicates = last[0].replicates if last else 0
+    replicates = last[0].last.replicates if last else 0
     facts = []
     if together is not None:
         within = bounds(*together.interval)
-        facts.append(
-            f"noise scale of the layers together: {_number(together.value)} samples (95 %: {within})"
-        )
+        value = "no signal" if math.isinf(together.value) else f"{together.value:.3g}"
+        facts.append(f"noise scale of the layers together: {value} samples (95 %: {within})")
     return Answer(
         f"{len(last)} layers, {replicates} replicates of {_batch(outcome.batch)}{many}",
-        SpectraRecord(outcome, tuple(by_name.values()), tuple(measured), together),
+        SpectraRecord(
+            outcome,
+            tuple(history.layer for history in histories),
+            tuple(entry for history in histories for entry in history.measured),
+            together,
+        ),
         tuple(facts),
-        (_table(by_name, last),) if last else (),
+        (layer_table(by_signal(last), SHOWN),) if last else (),
         (*_notes(outcome), f"next: backlight report {outcome.path}"),
     )
 
 
-def _table(by_name: dict[str, Layer], measured: list[Measurement]) -> Table:
-    def found(one: Measurement) -> str:
-        return f"{one.identifiable} of {by_name[one.parameter].directions}"
-
-    return Table(
-        (
-            word("layer", "parameter"),
-            Column("shape", lambda one: "x".join(map(str, by_name[one.parameter].shape)), str),
-            Column("found", found, str),
-            Column("signal", lambda one: one["signal_share"], lambda value: f"{value:.3f}"),
-            Column("noise scale", lambda one: one["noise_scale"], _number),
-            Column("95 %", lambda one: _bounds(one["noise_scale_low"], one["noise_scale_high"]), str),
-            Column("rank", lambda one: one["stable_rank_gradient"], _number),
-        ),
-        sorted(measured, key=lambda one: -one["signal_share"]), brief=SHOWN,
-    )  # fmt: skip
-
-
-def _together(run: Run) -> NoiseScale | None:
+def _together(histories: Sequence[LayerHistory]) -> NoiseScale | None:
     """Return the noise scale of the layers that were measured last; None where batches have no known size."""
-    last = [one for one in layer_histories(run) if not math.isnan(one.last["noise_scale"])]
-    step = max((one.last.step for one in last), default=0)
-    return joint_noise_scale([one for one in last if one.last.step == step]) if last else None
+    last = [history for history in histories if not math.isnan(history.last["noise_scale"])]
+    step = max((history.last.step for history in last), default=0)
+    return joint_noise_scale([history for history in last if history.last.step == step]) if last else None
 
 
 def _notes(outcome: SpectraResult) -> list[str]:
@@ -99,15 +92,3 @@ def _notes(outcome: SpectraResult) -> list[str]:
 
 def _batch(batch: float) -> str:
     return "batches" if math.isnan(batch) else f"{batch:g} samples"
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "-"
-    return "no signal" if math.isinf(value) else f"{value:.3g}"
-
-
-def _bounds(low: float, high: float) -> str:
-    if math.isnan(low):
-        return "-"
-    return f"> {low:.2g}" if math.isinf(high) else f"{low:.2g}-{high:.2g}"

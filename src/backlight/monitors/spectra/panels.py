@@ -17,11 +17,13 @@ from backlight.monitors.spectra.model.echo_records import (
     CHECKPOINT,
     LayerHistory,
     bounds,
+    by_signal,
     joint_noise_scale,
     layer_histories,
+    layer_table,
 )
 from backlight.report.charts import Axis, Line, chart
-from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
+from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, tabular
 from backlight.report.source import Source
 from backlight.store.spectra import NUMBERS as STORED_NUMBERS
 from backlight.store.spectra import Layer, Table, left_out
@@ -49,11 +51,7 @@ def spectra_of(source: Source) -> tuple[LayerHistory, ...]:
 
 
 def _read(source: Source) -> tuple[LayerHistory, ...]:
-    def signal(history: LayerHistory) -> float:
-        share = history.last["signal_share"]
-        return math.inf if math.isnan(share) else -share
-
-    return tuple(sorted(layer_histories(source.run), key=signal))
+    return by_signal(layer_histories(source.run))
 
 
 def steps_of(histories: Sequence[LayerHistory]) -> NDArray[np.int64]:
@@ -234,16 +232,6 @@ def _figures(source: Source) -> Figures:
 MAX_LAYERS = 300
 """Layers that are listed."""
 
-COLUMNS = {
-    "Signal share": "signal_share",
-    "Noise scale": "noise_scale",
-    "Identifiable": "identifiable",
-    "Rank (gradient)": "stable_rank_gradient",
-    "Rank (weight)": "stable_rank_weight",
-    "Replicates": "replicates",
-}
-"""Numbers of a layer that are listed, by the head of their column."""
-
 _COSINE = Axis("mean squared cosine", low=0.0)
 
 SIGNAL_CHARTS = (
@@ -323,23 +311,15 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
     histories = spectra_of(source)
     if not histories:
         return NotMeasured(source.reason("spectra", otherwise="No spectra were recorded."))
-    rows, few, noise = [], 0, 0
-    for history in histories[:MAX_LAYERS]:
-        last = history.last
-        few += last.replicates < FEW_REPLICATES
-        noise += last.identifiable == 0
-        numbers = [last[name] for name in COLUMNS.values()]
-        shown = ["not measured" if math.isnan(value) else number(value, 3) for value in numbers]
-        if not math.isnan(last["noise_scale_low"]):
-            within = bounds(last["noise_scale_low"], last["noise_scale_high"])
-            shown[list(COLUMNS).index("Noise scale")] += f" ({within})"
-        rows.append([visible(history.name), shape_of(history.layer), number(last.step), *shown])
+    shown = [history.last for history in histories[:MAX_LAYERS]]
+    few = sum(last.replicates < FEW_REPLICATES for last in shown)
+    noise = sum(last.identifiable == 0 for last in shown)
     remarks = []
     if len(histories) > MAX_LAYERS:
         remarks.append(f"{len(histories):,} layers were measured; the first {MAX_LAYERS} are listed.")
     if noise:
         remarks.append(
-            f"In {noise} of {count(len(rows), 'layer')} no direction is found in one replicate: "
+            f"In {noise} of {count(len(shown), 'layer')} no direction is found in one replicate: "
             "measure with more samples in each."
         )
     if few:
@@ -347,9 +327,7 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
             f"{count(few, 'layer')} with fewer than {FEW_REPLICATES} replicates: single ones dominate "
             "the echo; compare its interval."
         )
-    heads = ("Layer", "Matrix", "Step", *COLUMNS)
-    data = {"name": "Layers by signal", "heads": heads, "figures": list(range(2, len(heads))), "rows": rows}
-    return Drawn("listing", data, (), tuple(remarks))
+    return tabular(layer_table(histories[:MAX_LAYERS], MAX_LAYERS), remarks=remarks)
 
 
 @panel(

@@ -6,13 +6,14 @@ The layout is that of :mod:`backlight.store.spectra`. No torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from backlight.answer import NOT_MEASURED, Column, Table, word
 from backlight.measure.noise_scale import Interval, NoiseScale, noise_scale
 from backlight.monitor import Recorder
 from backlight.store.read.run import Run
@@ -102,6 +103,48 @@ def bounds(low: float, high: float) -> str:
     if math.isnan(low):
         return "no interval"
     return f"{number(low, 3)} or more" if math.isinf(high) else f"{number(low, 3)} to {number(high, 3)}"
+
+
+def by_signal(histories: Iterable[LayerHistory]) -> tuple[LayerHistory, ...]:
+    """Return the layers by signal share at their last step, the largest first."""
+
+    def signal(history: LayerHistory) -> float:
+        share = history.last["signal_share"]
+        return math.inf if math.isnan(share) else -share
+
+    return tuple(sorted(histories, key=signal))
+
+
+def layer_table(histories: Sequence[LayerHistory], brief: int) -> Table:
+    """Return the last measurement of layers."""
+
+    def numbers(title: str, name: str) -> Column:
+        return Column(title, lambda history: history.last[name], _digits)
+
+    return Table(
+        (
+            word("layer", "name"), Column("shape", lambda row: f"{row.layer.rows}x{row.layer.columns}", str),
+            Column("step", lambda row: row.last.step), numbers("signal", "signal_share"),
+            numbers("noise scale", "noise_scale"), Column("95 %", _interval, str),
+            Column("found", lambda row: f"{row.last.identifiable} of {row.layer.directions}", str),
+            numbers("rank", "stable_rank_gradient"), numbers("rank of the weight", "stable_rank_weight"),
+            numbers("replicates", "replicates"),
+        ),
+        histories, brief=brief, wide=2,
+    )  # fmt: skip
+
+
+def _digits(value: float) -> str:
+    if math.isnan(value):
+        return NOT_MEASURED
+    return "no signal" if math.isinf(value) else number(value, 3)
+
+
+def _interval(history: LayerHistory) -> str:
+    low, high = history.last["noise_scale_low"], history.last["noise_scale_high"]
+    if math.isnan(low):
+        return NOT_MEASURED
+    return f"> {low:.2g}" if math.isinf(high) else f"{low:.2g}-{high:.2g}"
 
 
 def record_layer(writer: Recorder, layer: Layer) -> None:
