@@ -376,6 +376,7 @@ def test_loss_is_smoothed_and_its_axis_switched_by_keyboard(show: Open, page: Pa
     wait(driver, lambda _: drawn() == pictures[0])
 
 
+@pytest.mark.slow
 def test_hints_are_behind_a_fold(show: Open, run: Run, tmp_path: Path) -> None:
     hint = finding("embed.weight", 3, rule="bottleneck", monitor="steptime", severity=Severity.INFO)
     driver = show(write_report(run, [hint], tmp_path / "report.html"))

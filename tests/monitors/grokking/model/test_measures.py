@@ -23,7 +23,7 @@ def test_each_check_of_full_disk_lowers_tier_once(tmp_path: Path) -> None:
     for step in range(5, 20):
         first = guard.cheaper_if_full(step, first)
     assert guard.tier == "scalars"
-    events = [arguments for _, arguments, _ in sink.held]
+    events = [arguments for _, arguments, _ in sink.calls]
     degradations = [(step, kind, payload) for step, kind, payload in events if kind == "degradation"]
     assert [(step, p["from"], p["to"]) for step, _, p in degradations] == [
         (2, "full factors", "top-k"),
