@@ -85,14 +85,14 @@ class OptimizerRestarts(Check):
             if holder is not None and holder.optimizer() is not optimizer:  # they alternate
                 holder.restarts, holder.made = 0, None
             return
-        own = parameters_of(optimizer)
-        if not own or not self.run.scope.holds(optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+        params = parameters_of(optimizer)
+        if not params or not self.run.scope.holds(optimizer) or isinstance(optimizer, torch.optim.LBFGS):
             return
-        key = self._keys[optimizer] = tuple(map(id, own))
+        key = self._keys[optimizer] = tuple(map(id, params))
         made, before = self._made.get(optimizer), self._holders.get(key)
-        holder = self._holders[key] = _Holder(weakref.ref(optimizer), weakref.ref(own[0]), made, self.step)
+        holder = self._holders[key] = _Holder(weakref.ref(optimizer), weakref.ref(params[0]), made, self.step)
         self._last = optimizer
-        if before is None or before.made is None or made is None or before.first() is not own[0]:
+        if before is None or before.made is None or made is None or before.first() is not params[0]:
             return
         is_same = made.follows and made.settings == before.made.settings
         is_lost = before.has_state and self.step - before.begin >= STEPS
@@ -108,7 +108,7 @@ class OptimizerRestarts(Check):
             if (holder := self._holders.get(self._keys.get(optimizer, ()))) is not None:
                 states = optimizer.state.values()
                 holder.has_state = any(
-                    isinstance(value, Tensor) and value.ndim > 0 for one in states for value in one.values()
+                    isinstance(value, Tensor) and value.ndim > 0 for s in states for value in s.values()
                 )
 
 
