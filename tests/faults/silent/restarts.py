@@ -50,7 +50,7 @@ def momentum(_: int, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 
 
-@fault(rule="trained_tensors", kind="state_lost", severity="warning", step=2 * STEPS, names="3 times")
+@fault(rule="trained_tensors", kind="state_lost", severity="warning", step=2 * STEPS, names="5 times")
 def momentum_created_in_every_epoch(injected: bool) -> None:
     epochs_of(momentum if injected else once(momentum))
 
