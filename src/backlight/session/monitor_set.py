@@ -108,7 +108,8 @@ class MonitorSet:
         """Attach every monitor with a handle of its own; what one of them listens to is removed with it."""
         for monitor in self._monitors:
             self._attached = (*self._attached, monitor)
-            self._guarded([(monitor, monitor.attach)], handle(monitor))
+            self._calls = {"attach": ((monitor, monitor.attach),)}
+            self.call("attach", handle(monitor))
         self._find_hooks()
 
     def detach(self, error: BaseException | None) -> None:
@@ -121,14 +122,8 @@ class MonitorSet:
 
     def call(self, hook: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a hook of every monitor that implements it; return what they returned."""
-        calls = self._calls.get(hook)
-        return self._guarded(calls, *args, **kwargs) if calls else []
-
-    def _guarded(
-        self, calls: Iterable[tuple[Monitor, Callable[..., Any]]], *args: Any, **kwargs: Any
-    ) -> list[Any]:
-        returned = []
-        for monitor, bound in calls:
+        returned: list[Any] = []
+        for monitor, bound in self._calls.get(hook, ()):
             try:
                 returned.append(bound(*args, **kwargs))
             except Exception as error:
