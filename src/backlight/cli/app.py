@@ -7,6 +7,7 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -84,10 +85,7 @@ PANELS = {
 }  # fmt: skip
 """Commands by group, in the order of ``--help``; each group is a module of :mod:`backlight.cli.commands`."""
 
-_MODULES = {
-    "attach": "attach", "memory": "memory", "run": "run", "grok": "grok_run", "test-matrix": "test_matrix",
-}  # fmt: skip
-"""Commands in a module of their own; the others are in that of their panel."""
+_COMMANDS = Path(__file__).parent / "commands"
 
 REFUSALS = (ValueError, OSError, StoreError, UnknownNameError, ModuleNotFoundError)
 """Errors whose message names what, where, expected, got and the fix."""
@@ -124,10 +122,13 @@ class Panels(Group):
         return [name for names in PANELS.values() for name in names]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the module of a command."""
+        """Import the module of a command: that of its own name, or that of its panel."""
         panel = next((panel for panel, names in PANELS.items() if cmd_name in names), None)
         if panel is not None:
-            importlib.import_module(f"backlight.cli.commands.{_MODULES.get(cmd_name, panel.lower())}")
+            name, stems = cmd_name.replace("-", "_"), [file.stem for file in _COMMANDS.glob("*.py")]
+            modules = [stem for stem in stems if stem == name or stem.startswith(f"{name}_")]
+            for module in modules or [panel.lower()]:
+                importlib.import_module(f"backlight.cli.commands.{module}")
         return super().get_command(ctx, cmd_name)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
