@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     "torchrun --nproc-per-node 2 -m backlight run train.py",
     script=True,
 )  # fmt: skip
-@with_settings
 @script_argument
 @click.option("--out", "-o", metavar="DIR", help="Run directory; default runs/<script>-<time>.")
 @module_option
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
 )
 @slurm_option
 @slurm_script_option
+@with_settings
 @click.pass_context
 def run(
     context: click.Context,
