@@ -119,7 +119,7 @@ def test_command_reads_recipe_once_without_a_gpu_and_prints_only_json(tmp_path: 
         (["predict", "recipe.py", "--set", "dimm=8"], "'dimm'; did you mean 'dim'?"),
         (["predict", "recipe.py", "--budget", "much"], "expected a size such as 500M"),
         (["predict", "recipe.py", "--budget", "1G", "--batch-setting", "samples"], "'samples'"),
-        (["predict", "recipe.py", "stray"], "Got unexpected extra argument(s) (stray)"),
+        (["predict", "recipe.py", "stray"], "Got unexpected extra argument (stray)"),
         (["predict", "half.py"], "expected `def batches(rank, world_size, **settings)`"),
         (["recipe.py"], "looks like a recipe: backlight memory predict"),
         (["predict", "missing.py"], "no such recipe"),
