@@ -156,7 +156,7 @@ def test_steps_ends_the_script_and_invalid_ranks_are_one_warning(tmp_path: Path)
         (["--config", "none.toml", "train.py"], "none.toml: cannot be read"),
         (["--config", "broken.toml", "train.py"], "broken.toml: not valid TOML"),
         (["--config", "unknown.toml", "train.py"], "unknown.toml: unknown key 'colour'"),
-        (["--evry", "1", "train.py"], "No such option: --evry"),
+        (["--evry", "1", "train.py"], "No such option '--evry'"),
         (["--out", "taken", "train.py"], "taken: is not a backlight run and not empty"),
     ],
 )
