@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
+
+import numpy as np
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
@@ -17,7 +20,7 @@ from backlight.monitors.correctness.model.facts import (
     observed,
     steps_of,
 )
-from backlight.records import Finding, Severity
+from backlight.records import Finding, Layout, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
@@ -167,6 +170,7 @@ class ClippingLimits(Limits, monitor="correctness"):
 
     early_clips: int = limit(3, "steps at which it happened: a loop may clip once before it starts", low=1)
     empty_clips: int = limit(2, "steps at which nothing was clipped", low=1)
+    shard_clips: int = limit(3, "steps at which each rank clips by the norm of its own shard", low=1)
 
 
 class EmptyClip(Fact, rule="clipping", kind="empty"):
@@ -201,7 +205,8 @@ class EarlyClip(Fact, rule="clipping", kind="early"):
 
 @rule("clipping", monitor="correctness", limits=ClippingLimits)
 def clipping(run: Run, limits: ClippingLimits) -> Iterator[Finding]:
-    """Find clipping of nothing, and clipping that comes before the gradients that it is to clip."""
+    """Find clipping of nothing, of a shard by itself, and before the gradients that it is to clip."""
+    yield from _by_shard(run, limits)
     empty = facts_of(run, EmptyClip)
     if len(steps_of(empty)) >= limits.empty_clips:
         yield finding_on(empty)
@@ -220,4 +225,45 @@ def clipping(run: Run, limits: ClippingLimits) -> Iterator[Finding]:
         evidence=(line, "line"),
         fix="Move the clipping between `loss.backward()` and `optimizer.step()`.",
         refuted_if="a parameter has a gradient at that line that no step has used.",
+    )
+
+
+SAME_NORM = 0.01
+"""Relative difference of two norms that are the same: one is rounded, or has a small number added."""
+
+
+def _by_shard(run: Run, limits: ClippingLimits) -> Iterator[Finding]:
+    """Find ranks that hold parts of the same parameters, and each clip by the norm of their part."""
+    layouts = {p.placement.layout if p.placement else Layout.WHOLE for p in run.parameters() if p.numel}
+    ranks = run.attempts[-1].ranks if run.attempts else ()
+    if layouts != {Layout.SHARD} or len(ranks) < 2:
+        return
+    used = [run.scalar("clip/norm", rank=rank) for rank in ranks]
+    of_part = [run.scalar("total_norm", rank=rank) for rank in ranks]
+    steps = functools.reduce(np.intersect1d, [scalar.steps for scalar in (*used, *of_part)])
+    used_RS, part_RS = (
+        np.array([s.values[np.searchsorted(s.steps, steps)] for s in scalars]) for scalars in (used, of_part)
+    )
+    is_part_S = (np.abs(used_RS - part_RS) <= SAME_NORM * part_RS).all(axis=0)
+    differs_S = used_RS.max(axis=0, initial=0.0) > (1 + SAME_NORM) * used_RS.min(axis=0, initial=np.inf)
+    (rows,) = np.nonzero(is_part_S & differs_S)
+    if len(rows) < limits.shard_clips:
+        return
+    row = int(rows[0])
+    low, high = int(used_RS[:, row].argmin()), int(used_RS[:, row].argmax())
+    step = int(steps[row])
+    norms = [float(used_RS[rank, row]) for rank in (low, high)]
+    yield Finding(
+        severity=Severity.ERROR,
+        title="Each rank clips its shard by the norm of its shard",
+        detail=(
+            f"The ranks hold parts of the same parameters. At {len(rows)} of {len(steps)} recorded steps the "
+            f"norm that the clipping uses is that of the rank's own part: at step {step} "
+            f"{phrases.number(norms[0])} on rank {ranks[low]} and {phrases.number(norms[1])} on rank "
+            f"{ranks[high]}. The parts are scaled by different factors: the update has another direction."
+        ),
+        subject=Subject(step=step, rank=ranks[high]),
+        evidence=tuple(phrases.scalar("clip/norm", step, norm, "gradient") for norm in norms),
+        fix="Call `model.clip_grad_norm_(limit)` of FSDP, which adds the norms of all ranks, or use FSDP2.",
+        refuted_if="the norms that the clipping uses are equal on all ranks.",
     )
