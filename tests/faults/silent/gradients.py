@@ -365,6 +365,27 @@ def clipped_some_parameters() -> None:
 
 
 @control
+def clipped_what_is_trained_in_turn() -> None:
+    """Two networks that step in turn, both of which are clipped at every step."""
+    first, second = perceptron(), perceptron()
+    turns = itertools.cycle([first, second])
+
+    def model(x: Tensor) -> Any:
+        return next(turns)(x)
+
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (first, second)]
+    loop = Loop(model, *optimizers, clips="", parts=[first, second], evaluates=False, averages=False)
+
+    def clip(_: int) -> None:
+        loop.unscale()
+        for part in (first, second):
+            nn.utils.clip_grad_norm_(part.parameters(), 0.1)
+
+    loop.before_update = clip
+    loop.run()
+
+
+@control
 def clipped_gradients_by_hand() -> None:
     """Tensors of gradients, which have none of their own."""
     loop = Loop(perceptron(), clips="")

@@ -190,8 +190,10 @@ class GradientUse(Check):
     def clip_begin(self, kind: str, tensors: Sequence[Tensor], *_: Any) -> None:
         """Note whether the gradients have values: clipping by a norm that overflows makes them zero."""
         if self.due and kind != "refused" and all(x.requires_grad and x.grad is None for x in tensors):
-            trained = (p for optimizer in self.run.scope.optimizers() for p in parameters_of(optimizer))
-            if any(p.grad is not None for p in trained):
+            trained = {id(p): p for o in self.run.scope.optimizers() for p in parameters_of(o)}
+            # What an optimizer holds may be trained in other steps.
+            is_foreign = not any(id(x) in trained for x in tensors)
+            if is_foreign and any(p.grad is not None for p in trained.values()):
                 self.report(facts.EmptyClip(self.step, str(user_line() or ""), len(tensors)))
         self._has_clipped = self._has_clipped or self._passes > 0
         if self.due and self._is_order_known and not self._passes and kind != "refused":
