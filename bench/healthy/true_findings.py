@@ -2,6 +2,7 @@
 
 TRUE = {
     ("DLRM", "no_gradient"): "all units of the bottom perceptron are dead, so dense inputs have no effect",
+    ("nlp-tutorial BERT", "trained_tensors"): "attention makes its output layer and norm in every forward",
     ("PyTorch-GAN acgan", "loss_input"): "softmax, then CrossEntropyLoss",
     ("PyTorch-GAN infogan", "loss_input"): "softmax, then CrossEntropyLoss",
     ("PyTorch-GAN sgan", "loss_input"): "softmax, then CrossEntropyLoss",
