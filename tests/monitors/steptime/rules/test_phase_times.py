@@ -9,6 +9,7 @@ import pytest
 
 from backlight.monitors.steptime.model.evidence import RUNTIME_INFO
 from backlight.records import Severity
+from backlight.store.read.run import Run
 from injected_faults import LATE, LOOP, WAITS
 from injected_faults import PHASES as HEALTHY
 from run_builder import build_run
@@ -179,3 +180,41 @@ def test_equal_ranks_and_ranks_without_waits_have_no_finding(stored: Any, evalua
     # A slower rank that no other rank waits for.
     alone = WAITS | {"data": 0.012}
     assert not evaluated(stored(ranks=[WAITS, WAITS, alone]), "bottleneck")
+
+
+def epochs(path: Path, first: float, other: float, batches: int = 8, step: float = 0.02) -> Run:
+    """Write a run of six epochs with a wait for the first batch of each, and for every other one."""
+    count = 6 * batches
+    waits = [first if number % batches == 0 else other for number in range(count)]
+    scalars = {
+        "phase/data": waits,
+        "phase/backward": [step] * count,
+        "batch": [number % batches for number in range(count)],
+    }
+    return build_run(path, monitors=("steptime",), scalars=scalars)
+
+
+def test_wait_for_the_first_batch_of_each_epoch(tmp_path: Path, evaluated: Any) -> None:
+    (finding,) = evaluated(epochs(tmp_path / "run", first=0.4, other=0.001), "bottleneck")
+    assert finding.severity is Severity.WARNING
+    assert finding.title == "Waiting for the first batch takes 71 % of an epoch"
+    assert "persistent_workers=True" in finding.fix
+
+
+@pytest.mark.parametrize(
+    "times",
+    [
+        {"first": 0.004, "other": 0.001},
+        {"first": 0.4, "other": 0.001, "step": 0.5},
+        {"first": 0.4, "other": 0.06, "step": 0.3},
+        {"first": 0.03, "other": 0.0001, "step": 0.001},
+        {"first": 0.4, "other": 0.4, "step": 0.5},
+        {"first": 0.4, "other": 0.001, "batches": 1, "step": 2.0},
+    ],
+    ids=["short", "long steps", "others wait as well", "nothing to gain", "equal waits", "one batch"],
+)
+def test_waits_that_are_no_wait_for_the_first_batch(
+    times: dict[str, Any], tmp_path: Path, evaluated: Any
+) -> None:
+    findings = evaluated(epochs(tmp_path / "run", **times), "bottleneck")
+    assert not [finding for finding in findings if "first batch" in finding.title]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -31,6 +32,7 @@ from backlight.monitors.steptime.model.step_times import (
     Floats,
     PhaseTimes,
     optimizer_seconds,
+    read_phases,
 )
 from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
@@ -86,6 +88,9 @@ class BottleneckLimits(BusyLimits):
         "seconds in the optimizer below which nothing is gained: a tiny step is bound by Python's calls",
         high=10.0,
     )
+    epochs: int = limit(3, "epochs, all of whose steps are recorded, that begin with a wait", low=2)
+    epoch_share: float = limit(0.2, "share of such epochs that is the wait for the first batch", high=1.0)
+    epoch_wait: float = limit(0.05, "seconds of that wait below which nothing is gained", high=60.0)
     threads_per_core: float = limit(1.25, "threads that compute on one machine, over its cores", low=1.0)
     waited_share: float = limit(
         0.05, "share of the run that the training thread waited for a core, where that is counted", high=1.0
@@ -98,7 +103,8 @@ class BottleneckLimits(BusyLimits):
 @rule("bottleneck", monitor="steptime", limits=BottleneckLimits, is_statistic=True)
 def bottleneck(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     """Find what takes the time of a steady step; data, device and copies from a stored profile."""
-    for find in (_data, _launches, _communication, _copies, _optimizer, _anomaly, _threads, _late_rank):
+    of_a_profile = (_launches, _communication, _copies)
+    for find in (_data, _epochs, *of_a_profile, _optimizer, _anomaly, _threads, _late_rank):
         yield from find(run, limits)
 
 
@@ -148,6 +154,43 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         evidence=tuple(evidence),
         fix=fix,
         refuted_if="a run with a cached batch, all else equal, is not faster by at least half of the wait.",
+    )
+
+
+def _epochs(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find epochs a large part of which is the wait for their first batch, longer than for any other."""
+    table, batch = read_phases(run), run.scalar("batch")
+    if table is None:
+        return
+    firsts = batch.steps[(batch.values == 0) & (batch.steps > 0)]
+    rows = np.searchsorted(table.steps, firsts[np.isin(firsts, table.steps)])
+    whole = [(a, b) for a, b in itertools.pairwise(rows) if table.steps[b] - table.steps[a] == b - a > 1]
+    if len(whole) < limits.epochs:
+        return
+    data, total = table.phase(Phase.DATA), table.total
+    waits = np.array([data[a] for a, _ in whole])
+    longest = max(float(np.median(data[a + 1 : b])) for a, b in whole)
+    share = float(waits.sum() / sum(total[a:b].sum() for a, b in whole))
+    wait = float(np.median(waits))
+    if share <= limits.epoch_share or wait < limits.epoch_wait or waits.min() <= 10 * longest:
+        return
+    steps = table.steps[[a for a, _ in whole]]
+    yield Finding(
+        severity=Severity.WARNING,
+        title=f"Waiting for the first batch takes {percent(share)} of an epoch",
+        detail=(
+            f"In each of {len(whole)} epochs the loop waited for the first batch, {duration(wait)} in the "
+            f"median, and for half of the others at most {duration(longest)}. Workers that start anew read "
+            f"again what the data set keeps, such as an index. Expected gain: at most {percent(share)} of an "
+            "epoch."
+        ),
+        subject=Subject(phase=Phase.DATA, step=int(steps[0])),
+        evidence=(scalar_evidence(f"{PREFIX}{Phase.DATA}", steps, waits),),
+        fix=(
+            "Set `persistent_workers=True`, or make the data set cheaper to start: read what all epochs "
+            "share before the loader is built."
+        ),
+        refuted_if="the epochs are as long with workers that persist.",
     )
 
 
@@ -363,7 +406,8 @@ def _anomaly(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
             detail=(
                 f"`torch.autograd.set_detect_anomaly` was on at the end of {count(steps, 'recorded step')}. "
                 "torch then keeps the stack of Python for every operation, and looks for NaN in every "
-                "gradient of the backward pass; a step takes several times as long. It is for debugging."
+                "gradient of the backward pass. Expected gain: often more than half of a step; unknown until "
+                "tried."
             ),
             subject=Subject(rank=info.rank),
             evidence=(info_evidence(info, f"anomaly detection on at {steps} recorded steps"),),
