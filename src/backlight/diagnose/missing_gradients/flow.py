@@ -216,17 +216,6 @@ def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritt
     matched = _MESSAGE.search(message)
     if matched is None:
         return None
-    if (written := _overwritten(matched, operations)) is not None:
-        return written
-    shape = tuple(int(n) for n in matched["shape"].replace(" ", "").split(",") if n)
-    text = (
-        f"a tensor of shape {shape} that backward needs was changed in place; no operation that was recorded "
-        "fits (it may be in another thread, or inside compiled code)"
-    )
-    return Overwritten(text, None, None)
-
-
-def _overwritten(matched: re.Match[str], operations: Sequence[Operation]) -> Overwritten | None:
     shape = tuple(int(n) for n in matched["shape"].replace(" ", "").split(",") if n)
     then, now = int(matched["then"]), int(matched["now"])
     last: dict[int, int] = {}
@@ -248,7 +237,11 @@ def _overwritten(matched: re.Match[str], operations: Sequence[Operation]) -> Ove
     # A tensor without a use before the write cannot have been saved before it.
     pairs = [(w, saved) for w in fitting if (saved := _saved_by(operations, *w)) is not None]
     if not pairs:
-        return None
+        text = (
+            f"a tensor of shape {shape} that backward needs was changed in place; no operation that was "
+            "recorded fits (it may be in another thread, or inside compiled code)"
+        )
+        return Overwritten(text, None, None)
     (position, _), saved = pairs[0]
     write = operations[position]
     text = (
