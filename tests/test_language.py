@@ -121,9 +121,6 @@ STORED_OR_PUBLIC = {
 }
 """Fields by these names that are keys of events and answers."""
 
-LEFT = {("cli", "diagnose", "report", "store"): 338}
-"""Bindings by these names that are left in packages together: none is added, what is renamed is taken off."""
-
 
 def bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield line and name of every variable, parameter, attribute, function and class that a module binds."""
@@ -168,15 +165,11 @@ def test_bindings_are_found(code: str) -> None:
 
 def test_variables_say_what_they_hold() -> None:
     source = ROOT / "src" / "backlight"
-    listed: dict[str, list[str]] = {}
+    listed: list[str] = []
     for path in sorted(source.rglob("*.py")):
         name = path.relative_to(source).as_posix()
         refused = WORDS_WITHOUT_SUBJECT - STORED_OR_PUBLIC.get(name, set())
         for line, bound in bound_names(ast.parse(path.read_text(encoding="utf-8"))):
             if bound.strip("_") in refused:
-                listed.setdefault(name.partition("/")[0], []).append(f"{name}:{line}: {bound}")
-    for packages, amount in LEFT.items():
-        rows = [row for package in packages for row in listed.pop(package, [])]
-        assert len(rows) <= amount, "\n".join(rows)
-    more = "\n".join(row for rows in listed.values() for row in rows)
-    assert not more, f"name what the value is (`findings`, `parameter`, `entry`):\n{more}"
+                listed.append(f"{name}:{line}: {bound}")
+    assert not listed, "name what the value is (`findings`, `parameter`, `entry`):\n" + "\n".join(listed)

@@ -55,8 +55,13 @@ MEMORY: dict[str, Any] = {
     "phase_at_peak": "forward",
     "kinds": {"parameters": 40, "activations": 60},
     "modules": [
-        {"name": "<b>block", "own": 90, "inclusive": 90, "kinds": {"parameters": 30, "activations": 60}},
-        {"name": "", "own": 10, "inclusive": 100, "kinds": {"parameters": 10}},
+        {
+            "name": "<b>block",
+            "exclusive": 90,
+            "inclusive": 90,
+            "kinds": {"parameters": 30, "activations": 60},
+        },
+        {"name": "", "exclusive": 10, "inclusive": 100, "kinds": {"parameters": 10}},
     ],
     "curve": {
         "kinds": ["parameters", "activations"],

@@ -40,11 +40,11 @@ class ScriptCommand(ExampleCommand):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the options in front of the script; name the place of others."""
-        given = list(args)
+        words = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            script = next((word for word in given if word.endswith(".py")), "SCRIPT")
+            script = next((word for word in words if word.endswith(".py")), "SCRIPT")
             line = f"{ctx.command_path} {script} {error.option_name}"
             message = (
                 f"No such option {error.option_name!r}; options of the script come after its name: {line} ..."
@@ -62,8 +62,8 @@ class ScriptCommand(ExampleCommand):
         return code
 
     def _note_own_options(self, ctx: click.Context, code: object) -> None:
-        own = {option for parameter in self.params for option in parameter.opts if option.startswith("-")}
-        passed = [word for word in ctx.args if word.partition("=")[0] in own]
+        options = {option for parameter in self.params for option in parameter.opts if option.startswith("-")}
+        passed = [word for word in ctx.args if word.partition("=")[0] in options]
         # Where the script ignores --fail-on, a CI job would pass whatever is found.
         unwanted = code == USAGE_ERROR or any(word.partition("=")[0] == FAIL_ON for word in passed)
         if unwanted and passed:

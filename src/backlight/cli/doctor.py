@@ -118,9 +118,9 @@ def _compiler() -> Check:
         return Check("C compiler", "limited", "no torch", "")
     from backlight.measure.stats.compiled_rows import c_compiler
 
-    if not (found := c_compiler()):
+    if not (compiler := c_compiler()):
         return Check("C compiler", "limited", "none", "long runs on the CPU: torch's operations")
-    return Check("C compiler", "ok", Path(found[0]).name, "long runs on the CPU: one fused pass")
+    return Check("C compiler", "ok", Path(compiler[0]).name, "long runs on the CPU: one fused pass")
 
 
 def _version(package: str) -> str:
@@ -136,10 +136,10 @@ def _extras() -> Iterator[Check]:
         for line in importlib.metadata.requires("backlight") or ()
     ]
     for extra, use in EXTRAS.items():
-        packages = sorted({found[1] for found in requirements if found and found[2] == extra})
+        packages = sorted({match[1] for match in requirements if match and match[2] == extra})
         missing = [package for package in packages if not _version(package)]
-        found = f"no {', '.join(missing)}" if missing else "installed"
-        yield Check(f"[{extra}]", "optional" if missing else "ok", found, use)
+        state = f"no {', '.join(missing)}" if missing else "installed"
+        yield Check(f"[{extra}]", "optional" if missing else "ok", state, use)
 
 
 def _disk() -> Check:
@@ -165,10 +165,12 @@ def _ranks() -> Check:
         return Check("ranks", "limited", "torch without distributed", "one process at a time")
     here = world()
     backends = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
-    found = f"torchrun, {', '.join(backends) or 'no backend'}"
+    launchers = f"torchrun, {', '.join(backends) or 'no backend'}"
     if here.problem:
-        return Check("ranks", "limited", found, f"{here.problem}: a process here is watched alone")
-    return Check("ranks", "ok", found, f"this is rank {here.rank} of {here.size}" if here.size > 1 else "")
+        return Check("ranks", "limited", launchers, f"{here.problem}: a process here is watched alone")
+    return Check(
+        "ranks", "ok", launchers, f"this is rank {here.rank} of {here.size}" if here.size > 1 else ""
+    )
 
 
 def _cluster() -> Check:
@@ -206,8 +208,8 @@ def _plug_ins() -> Iterator[Check]:
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PlugInWarning)  # the table lists it
-            found = registry.plug_ins()
-        for plug_in in found:
+            plug_ins = registry.plug_ins()
+        for plug_in in plug_ins:
             what = f"{plug_in.kind} {', '.join(plug_in.entries) or plug_in.name}"
             whose = f"{plug_in.distribution} {plug_in.version}".strip()
             meaning = f"left out: {plug_in.problem}" if plug_in.problem else "plug-in"

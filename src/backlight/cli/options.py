@@ -144,17 +144,17 @@ def given_options(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str
     ValueError
         If an item of ``--set`` has another form.
     """
-    given = assigned(changes)
+    options = assigned(changes)
     for name, value in values.items():
         if value is not None and value is not False and value != ():
             monitor, _, field = name.rpartition(_SEPARATOR)
-            target = given.setdefault(monitor, {}) if monitor else given
+            target = options.setdefault(monitor, {}) if monitor else options
             target[field] = value
-    return given
+    return options
 
 
 @contextlib.contextmanager
-def options_as_typed(context: click.Context, given: Mapping[str, Any]) -> Iterator[None]:
+def options_as_typed(context: click.Context, options: Mapping[str, Any]) -> Iterator[None]:
     """Reword errors of settings: those ``given`` on the command line are called by their options.
 
     Raises
@@ -168,7 +168,7 @@ def options_as_typed(context: click.Context, given: Mapping[str, Any]) -> Iterat
         yield
     except SettingError as error:
         monitor, _, field = error.setting.rpartition(".")
-        from_file = config is not None and field not in (given.get(monitor, ()) if monitor else given)
+        from_file = config is not None and field not in (options.get(monitor, ()) if monitor else options)
 
         def typed(name: str) -> str:
             return name if from_file else flags.get(name, f"--set {name}")
@@ -176,7 +176,7 @@ def options_as_typed(context: click.Context, given: Mapping[str, Any]) -> Iterat
         raise ValueError(f"{config}: {error.worded(typed)}" if from_file else error.worded(typed)) from None
 
 
-def parse_fail_on(text: str | None, known: Collection[str]) -> frozenset[str]:
+def parse_fail_on(text: str | None, allowed: Collection[str]) -> frozenset[str]:
     """Return the names of a ``--fail-on`` other than that of findings; ``any`` is all of them, None is none.
 
     Raises
@@ -186,10 +186,10 @@ def parse_fail_on(text: str | None, known: Collection[str]) -> frozenset[str]:
     """
     names = [] if text is None else [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in {*known, "any"}:
-            hint = did_you_mean(name, ["any", *known])
+        if name not in {*allowed, "any"}:
+            hint = did_you_mean(name, ["any", *allowed])
             raise ValueError(f"--fail-on {name!r}: no such name{hint}")
-    return frozenset(known) if "any" in names else frozenset(names)
+    return frozenset(allowed) if "any" in names else frozenset(names)
 
 
 def given_or_latest(run: Path | None) -> Path:
@@ -204,6 +204,6 @@ def given_or_latest(run: Path | None) -> Path:
         return run
     from backlight.store.read.run_list import latest_run
 
-    found = latest_run(RUNS)
-    write(f"backlight: {found}, the latest run", file=sys.stderr)
-    return found
+    latest = latest_run(RUNS)
+    write(f"backlight: {latest}, the latest run", file=sys.stderr)
+    return latest

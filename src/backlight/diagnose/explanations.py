@@ -52,7 +52,7 @@ class Probes(Observed):
 
 @dataclass(frozen=True, kw_only=True)
 class Untrained:
-    """A parameter that is not trained; ``found`` is when its reason was."""
+    """A parameter that is not trained; ``when`` is the moment at which its reason was found."""
 
     parameter: str
     aliases: tuple[str, ...]
@@ -60,7 +60,7 @@ class Untrained:
     cause: Cause
     text: str
     line: SourceLine | None
-    found: str
+    when: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +98,12 @@ class Origin:
     constant: SourceLine | None
 
     @classmethod
-    def of(cls, found: NanOrigin) -> Origin:
+    def of(cls, origin: NanOrigin) -> Origin:
         """Return the record of an origin."""
         names = (field.name for field in fields(cls))
-        return cls(**{name: getattr(found if hasattr(found, name) else found.record, name) for name in names})
+        return cls(
+            **{name: getattr(origin if hasattr(origin, name) else origin.record, name) for name in names}
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +114,7 @@ class NonFinite(Observed):
     backwards: int
     operations: int
     skipped_by_scaler: int
-    found: Origin | None
+    origin: Origin | None
     vanished: Mapping[str, int]
 
 
@@ -155,7 +157,7 @@ def probes_answer(
     outcomes = Counter(result.outcome.value for result in record.probes)
     failed = [result.probe.value for result in record.probes if result.outcome is Outcome.FAILED]
     verdict = f"{count(len(record.probes), 'probe')}: " + ", ".join(f"{n} {o}" for o, n in outcomes.items())
-    facts = [f"{one.probe.value:<14} {one.outcome.value:<12} {one.text}" for one in record.probes]
+    facts = [f"{result.probe.value:<14} {result.outcome.value:<12} {result.text}" for result in record.probes]
     return Answer(
         f"{verdict} ({', '.join(failed)} failed)" if failed else verdict,
         record,
@@ -167,56 +169,56 @@ def probes_answer(
 
 def nan_answer(tracer: NanTracer, script: str, code: int) -> Answer:
     """Return the origin of the first non-finite value, and how it spread."""
-    found = None if tracer.found is None else Origin.of(tracer.found)
+    origin = None if tracer.origin is None else Origin.of(tracer.origin)
     record = NonFinite(
         script=script, exit_code=code, notes=tracer.notes, steps=tracer.observed_steps,
         backwards=tracer.backwards, operations=tracer.operations, skipped_by_scaler=tracer.skipped_steps,
-        found=found, vanished=dict(tracer.vanished),
+        origin=origin, vanished=dict(tracer.vanished),
     )  # fmt: skip
     notes = list(record.notes)
     facts: tuple[str, ...] = ()
-    if found is None:
+    if origin is None:
         parts = ((record.operations, "operation"), (record.backwards, "backward"), (record.steps, "step"))
         observed = ", ".join(count(*part) for part in parts)
         verdict = f"no loss, gradient or parameter was other than finite ({observed})"
         vanished = itertools.islice(record.vanished.items(), SHOWN)
         notes[:0] = [f"{n} times an infinity or NaN that reached none of these: {at}" for at, n in vanished]
     else:
-        where = f" of {found.module}" if found.module else ""
-        verdict = f"{found.value} at step {found.step}, in {found.phase}: {_produced(found)}{where}"
-        facts = tuple(_spread(found))
+        where = f" of {origin.module}" if origin.module else ""
+        verdict = f"{origin.value} at step {origin.step}, in {origin.phase}: {_produced(origin)}{where}"
+        facts = tuple(_spread(origin))
     if record.skipped_by_scaler:
         notes.append(f"{record.skipped_by_scaler} steps skipped by the gradient scaler are left out")
     return Answer(verdict, record, facts, notes=(*notes, *ended(code)))
 
 
-def _spread(found: Origin) -> Iterable[str]:
-    if found.operation and found.line is None:
+def _spread(origin: Origin) -> Iterable[str]:
+    if origin.operation and origin.line is None:
         yield "line: not known (no frame of the script)"
     for label, line in (
-        ("line:", found.line), ("in backward:", found.own_line),
-        ("made of the infinity put in at:", found.constant),
+        ("line:", origin.line), ("in backward:", origin.own_line),
+        ("made of the infinity put in at:", origin.constant),
     ):  # fmt: skip
         if line is not None:
             yield _at(label, line)
     for label, text in (
-        ("noticed in", found.symptom), ("then spread over", listed(found.modules, SHOWN)),
-        ("parameters, in this order", listed(found.parameters, SHOWN)),
+        ("noticed in", origin.symptom), ("then spread over", listed(origin.modules, SHOWN)),
+        ("parameters, in this order", listed(origin.parameters, SHOWN)),
     ):  # fmt: skip
         if text:
             yield f"{label}: {text}"
-    yield from found.notes
+    yield from origin.notes
 
 
-def _produced(found: Origin) -> str:
-    if not found.operation:
+def _produced(origin: Origin) -> str:
+    if not origin.operation:
         return "no operation of this process made the gradients so: they came from another rank"
-    tensor = f"[{_shape(found.shape)}] {found.dtype}"
-    if found.is_input:
-        what = f"the parameter {found.parameter}" if found.parameter else f"a tensor {tensor}"
-        return f"{what} was not finite before; {found.operation} used it first"
-    node = f" in {found.node}" if found.node else ""
-    return f"produced by {found.operation}{node}, output {tensor}"
+    tensor = f"[{_shape(origin.shape)}] {origin.dtype}"
+    if origin.is_input:
+        what = f"the parameter {origin.parameter}" if origin.parameter else f"a tensor {tensor}"
+        return f"{what} was not finite before; {origin.operation} used it first"
+    node = f" in {origin.node}" if origin.node else ""
+    return f"produced by {origin.operation}{node}, output {tensor}"
 
 
 def parameter_lines(rows: Iterable[Row]) -> list[str]:
@@ -232,29 +234,31 @@ def parameter_lines(rows: Iterable[Row]) -> list[str]:
     return lines
 
 
-def missing_answer(found: MissingGradients, script: str, code: int, printed: Mapping[str, str]) -> Answer:
+def missing_answer(missing: MissingGradients, script: str, code: int, printed: Mapping[str, str]) -> Answer:
     """Return the parameters that are not trained; the facts leave out the reasons ``printed`` already."""
     record = Missing(
-        script=script, exit_code=code, notes=found.notes, steps=found.steps, backwards=found.backwards,
-        parameters=found.watched, nodes=found.nodes, failure=found.failure,
+        script=script, exit_code=code, notes=missing.notes, steps=missing.steps, backwards=missing.backwards,
+        parameters=missing.watched, nodes=missing.nodes, failure=missing.failure,
         not_trained=[
             Untrained(
                 parameter=row.name, aliases=row.aliases, shape=row.shape, cause=row.reason.cause,
-                text=row.reason.text, line=row.reason.line, found=row.when,
+                text=row.reason.text, line=row.reason.line, when=row.when,
             )
-            for row in found.rows if row.reason is not None
+            for row in missing.rows if row.reason is not None
         ],
     )  # fmt: skip
-    fresh = [row for row in found.rows if row.reason and printed.get(row.name) != row.reason.text]
+    fresh = [row for row in missing.rows if row.reason and printed.get(row.name) != row.reason.text]
     facts = [*(["since then:"] if printed and fresh else []), *parameter_lines(fresh)]
-    facts += [f"{name}  got a gradient later" for name in sorted(set(printed) - {r.name for r in found.rows})]
+    facts += [
+        f"{name}  got a gradient later" for name in sorted(set(printed) - {r.name for r in missing.rows})
+    ]
     if record.failure is not None:
         facts.append(_at(f"backward failed: {record.failure.text}", record.failure.line))
-    parts = ((found.watched, "parameter"), (found.steps, "step"), (found.backwards, "backward"))
-    total = count(len(found.rows), "parameter is", "parameters are")
+    parts = ((missing.watched, "parameter"), (missing.steps, "step"), (missing.backwards, "backward"))
+    total = count(len(missing.rows), "parameter is", "parameters are")
     verdict = f"{total} not trained"
-    if not found.rows:
+    if not missing.rows:
         sound = "every parameter gets a gradient and is in an optimizer"
         verdict = sound if record.failure is None else "backward failed"
     observed = ", ".join(count(*part) for part in parts)
-    return Answer(f"{verdict} ({observed})", record, tuple(facts), notes=(*found.notes, *ended(code)))
+    return Answer(f"{verdict} ({observed})", record, tuple(facts), notes=(*missing.notes, *ended(code)))

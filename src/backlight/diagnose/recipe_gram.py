@@ -49,14 +49,14 @@ class RecipeGram:
         """Return values, names of the axes and unit of each result, by name: what a file of it holds."""
         square = "squared gradient"
         axes = ("sample", "other sample")
-        found: dict[str, tuple[Any, tuple[str, ...], str]] = {
+        arrays: dict[str, tuple[Any, tuple[str, ...], str]] = {
             "matrix": (self.gram.matrix.cpu().numpy(), axes, square),
             "eigenvalues": (self.second_moment.eigenvalues, ("direction",), square),
             "centred_eigenvalues": (self.covariance.eigenvalues, ("direction",), square),
         }
         for name, matrix in self.gram.per_block.items():
-            found[f"block/{name}"] = matrix.cpu().numpy(), axes, square
-        return found
+            arrays[f"block/{name}"] = matrix.cpu().numpy(), axes, square
+        return arrays
 
 
 def measure_gram(
@@ -105,17 +105,17 @@ def measure_gram(
         loss = recipe.loss(model, batch)
         return loss * (samples(batch) or 1) if reduction == "mean" else loss
 
-    found = gram(model, summed, batch, detail="block")
+    measured = gram(model, summed, batch, detail="block")
     with torch.no_grad():
-        loss = float(summed(model, batch)) / found.samples
+        loss = float(summed(model, batch)) / measured.samples
     return RecipeGram(
         recipe=path,
         loss=loss,
         parameters=sum(p.numel() for p in model.parameters() if p.requires_grad),
-        gram=found,
-        second_moment=found.spectrum(),
-        covariance=found.spectrum(centred=True),
-        blocks={name: found.spectrum(scope=f"block/{name}") for name in found.per_block},
+        gram=measured,
+        second_moment=measured.spectrum(),
+        covariance=measured.spectrum(centred=True),
+        blocks={name: measured.spectrum(scope=f"block/{name}") for name in measured.per_block},
     )
 
 
@@ -167,13 +167,14 @@ class GramRecord:
     noise_scales: Mapping[str, NoiseScale]
 
 
-def answer(found: RecipeGram) -> Answer:
+def answer(measured: RecipeGram) -> Answer:
     """Return the answer of a Gram: the metrics of the whole model, its eigenvalues, and its blocks."""
-    scales = found.gram.noise_scales()
+    scales = measured.gram.noise_scales()
     record = GramRecord(
-        str(found.recipe), found.gram.samples, found.parameters, found.loss, found.gram.unchecked,
-        SpectrumRecord.of(found.second_moment), SpectrumRecord.of(found.covariance),
-        {name: SpectrumRecord.of(spectrum) for name, spectrum in found.blocks.items()}, scales,
+        str(measured.recipe), measured.gram.samples, measured.parameters, measured.loss,
+        measured.gram.unchecked,
+        SpectrumRecord.of(measured.second_moment), SpectrumRecord.of(measured.covariance),
+        {name: SpectrumRecord.of(spectrum) for name, spectrum in measured.blocks.items()}, scales,
     )  # fmt: skip
     head = f"{count(record.samples, 'sample')}, {count(record.parameters, 'parameter')}"
     metrics = record.second_moment.metrics
@@ -188,14 +189,14 @@ def answer(found: RecipeGram) -> Answer:
             ),
             rows, notes=(unchecked,) if record.unchecked else (),
         ),
-        _eigenvalues(found),
-        _blocks(found),
+        _eigenvalues(measured),
+        _blocks(measured),
     )  # fmt: skip
-    return Answer(f"{head}, mean loss {number(found.loss)}", record, tables=tables)
+    return Answer(f"{head}, mean loss {number(measured.loss)}", record, tables=tables)
 
 
-def _eigenvalues(found: RecipeGram) -> Table:
-    spectrum, centred = found.second_moment, found.covariance.eigenvalues
+def _eigenvalues(measured: RecipeGram) -> Table:
+    spectrum, centred = measured.second_moment, measured.covariance.eigenvalues
     values = spectrum.eigenvalues
     shares = values / spectrum.trace if spectrum.trace > 0 else values * math.nan
     rows = zip(range(1, len(values) + 1), values, shares, shares.cumsum(), centred, strict=False)
@@ -207,8 +208,8 @@ def _eigenvalues(found: RecipeGram) -> Table:
     return Table(tuple(columns), list(rows), brief=10)
 
 
-def _blocks(found: RecipeGram) -> Table:
-    total = found.second_moment.trace or math.nan
+def _blocks(measured: RecipeGram) -> Table:
+    total = measured.second_moment.trace or math.nan
     return Table(
         (
             word("block", lambda row: row[0]), Column("trace", lambda row: row[1].trace),
@@ -217,7 +218,7 @@ def _blocks(found: RecipeGram) -> Table:
             Column("coherence", lambda row: row[1].coherence),
             Column("effective rank", lambda row: row[1].effective_rank),
         ),
-        sorted(found.blocks.items(), key=lambda block: -block[1].trace), brief=10,
+        sorted(measured.blocks.items(), key=lambda block: -block[1].trace), brief=10,
     )  # fmt: skip
 
 

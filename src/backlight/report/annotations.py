@@ -52,8 +52,8 @@ def render_annotations(kind: str, run: Run, findings: Sequence[Finding], failing
 
 def _location(finding: Finding, run: Run) -> Location | None:
     """Return the line that a finding names, else the script of the run, else None."""
-    if finding.subject.line and (found := _LINE.fullmatch(finding.subject.line)):
-        return Location(_relative(found["file"]), int(found["line"]))
+    if finding.subject.line and (match := _LINE.fullmatch(finding.subject.line)):
+        return Location(_relative(match["file"]), int(match["line"]))
     fingerprint = run.fingerprint()
     script = Path("" if fingerprint is None else fingerprint.script)
     if script.suffix != ".py" or not is_user_code(str(script)):  # as of python -m pytest
@@ -74,10 +74,11 @@ def _text(finding: Finding) -> str:
 
 
 def _unmeasured(source: Source) -> list[str]:
-    said = outcome(source)
-    return [*(f"lost: {visible(loss)}" for loss in said.losses), *(one.text for one in said.withdrawn)] + [
-        f"not measured: {visible(one.what)}: {visible(one.reason)}" for one in said.unmeasured
-    ]
+    summary = outcome(source)
+    return [
+        *(f"lost: {visible(loss)}" for loss in summary.losses),
+        *(item.text for item in summary.withdrawn),
+    ] + [f"not measured: {visible(item.what)}: {visible(item.reason)}" for item in summary.unmeasured]
 
 
 def _github(source: Source, failing: Failing) -> str:
@@ -91,8 +92,8 @@ def _github(source: Source, failing: Failing) -> str:
             values = {"file": place.file, **({"line": str(place.line)} if place.line else {}), **values}
         properties = ",".join(f"{name}={_property(value)}" for name, value in values.items())
         lines.append(f"::{level} {properties}::{_data(_text(finding))}")
-    said = outcome(source)
-    lines.append(f"::notice title=backlight::{_data(f'{visible(said.tally)}. {visible(said.detail)}')}")
+    summary = outcome(source)
+    lines.append(f"::notice title=backlight::{_data(f'{visible(summary.tally)}. {visible(summary.detail)}')}")
     lines += [f"::notice title=backlight::{_data(text)}" for text in _unmeasured(source)]
     return "\n".join(lines)
 
@@ -113,25 +114,25 @@ def _junit(source: Source, failing: Failing) -> str:
     for finding in source.findings:
         by_rule.setdefault(finding.rule, []).append(finding)
     unmeasured = _unmeasured(source)
-    said = outcome(source)
-    measured = said.tone != "unmeasured" and not said.lacks
-    skipped = said.lacks or "not measured in this run"
+    summary = outcome(source)
+    measured = summary.tone != "unmeasured" and not summary.lacks
+    skipped = summary.lacks or "not measured in this run"
     rules = {name: rule for name, rule in RULES.items() if rule.monitor in (run.monitors or {rule.monitor})}
     counts = dict.fromkeys(("tests", "failures", "skipped"), 0)
     for name in sorted({*rules, *by_rule}):
-        found = by_rule.get(name, [])
-        monitor = rules[name].monitor if name in rules else found[0].monitor
+        of_rule = by_rule.get(name, [])
+        monitor = rules[name].monitor if name in rules else of_rule[0].monitor
         case = ET.SubElement(suite, "testcase", classname=f"backlight.{visible(monitor)}", name=visible(name))
         counts["tests"] += 1
-        failed = [finding for finding in found if failing(finding)]
+        failed = [finding for finding in of_rule if failing(finding)]
         if failed:
             counts["failures"] += 1
             failure = ET.SubElement(case, "failure", message=_xml(visible(failed[0].title)), type="finding")
             failure.text = _xml("\n\n".join(f"{visible(f.title)}\n{_text(f)}" for f in failed))
-        elif not found and (not measured or (name in rules and not all(map(run.has, rules[name].needs)))):
+        elif not of_rule and (not measured or (name in rules and not all(map(run.has, rules[name].needs)))):
             counts["skipped"] += 1
             ET.SubElement(case, "skipped", message=_xml(skipped))
-        if others := [finding for finding in found if finding not in failed]:
+        if others := [finding for finding in of_rule if finding not in failed]:
             output = ET.SubElement(case, "system-out")
             output.text = _xml(
                 "\n\n".join(f"{f.severity.value}: {visible(f.title)}\n{_text(f)}" for f in others)

@@ -122,8 +122,8 @@ def keep(columns: Sequence[Floats], present: Sequence[Bools], most: int, always:
             order = np.lexsort((ranked, bucket))
             first = order[np.flatnonzero(np.diff(bucket[order], prepend=-1))]
             chosen.append(first[finite[first]])
-        odd = np.flatnonzero(there & ~finite)
-        chosen.append(odd[np.flatnonzero(np.diff(bucket[odd], prepend=-1))])
+        non_finite = np.flatnonzero(there & ~finite)
+        chosen.append(non_finite[np.flatnonzero(np.diff(bucket[non_finite], prepend=-1))])
     return np.unique(np.concatenate(chosen))
 
 

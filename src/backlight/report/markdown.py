@@ -28,15 +28,15 @@ _ADDRESS = re.compile(r"(?i)\b(https?|ftp)(?=:)|\bwww(?=\.)|@")
 def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
     """Return the verdict, the findings and what was not measured; no text of the run acts as markup."""
     source = Source(run, tuple(findings))
-    said = outcome(source)
-    lines = [f"# {escape(run.name) or 'unnamed run'}: {prose(said.headline)}", "", said.summary, ""]
-    parts = (said.state, said.status, *said.about)
+    summary = outcome(source)
+    lines = [f"# {escape(run.name) or 'unnamed run'}: {prose(summary.headline)}", "", summary.summary, ""]
+    parts = (summary.state, summary.status, *summary.about)
     lines.append(PARTED.join(escape(part) for part in parts if part))
-    lines += [f"\n**Lost:** {escape(loss)}" for loss in said.losses]
-    lines += [f"\n{prose(one.text)}" for one in said.withdrawn]
+    lines += [f"\n**Lost:** {escape(loss)}" for loss in summary.losses]
+    lines += [f"\n{prose(withdrawal.text)}" for withdrawal in summary.withdrawn]
     for finding in source.findings:
         lines += ["", *_finding(finding)]
-    lines += _unmeasured(said)
+    lines += _unmeasured(summary)
     if line := hints_line(source):
         lines += ["", escape(line)]
     lines += _collected(source)
@@ -78,11 +78,11 @@ def prose(text: str) -> str:
     return "".join(code(part) if i % 2 and part else escape(part) for i, part in enumerate(parts))
 
 
-def _unmeasured(said: Outcome) -> list[str]:
-    if not said.unmeasured:
+def _unmeasured(summary: Outcome) -> list[str]:
+    if not summary.unmeasured:
         return []
     lines = ["", "## Not measured", ""]
-    for item in said.unmeasured:
+    for item in summary.unmeasured:
         shown = ", ".join(code(name) for name in item.names[:MOST_NAMES])
         more = f" and {len(item.names) - MOST_NAMES:,} more" if len(item.names) > MOST_NAMES else ""
         lines.append(f"- {escape(item.what)}: {escape(item.reason)}{': ' if shown else ''}{shown}{more}")
@@ -91,20 +91,22 @@ def _unmeasured(said: Outcome) -> list[str]:
 
 def _collected(source: Source) -> list[str]:
     """List the evidence of stalls; runs in which nothing stalled have none."""
-    found = collected(source)
-    if not found.files and not found.missing:
+    evidence = collected(source)
+    if not evidence.files and not evidence.missing:
         return []
     lines = ["", "## Evidence that could not be collected", ""]
-    lines += [f"- rank {escape(rank)}: {escape(reason)}" for rank, reason in found.missing] or ["None."]
-    if found.files:
+    lines += [f"- rank {escape(rank)}: {escape(reason)}" for rank, reason in evidence.missing] or ["None."]
+    if evidence.files:
         lines += ["", "## Evidence", ""]
-    for path, text in found.files[:QUOTED]:
+    for path, text in evidence.files[:QUOTED]:
         quoted = text.splitlines()
         more = f"    ({len(quoted) - QUOTED_LINES} more lines)" if len(quoted) > QUOTED_LINES else ""
         lines += [f"{code(path)}:", "", *(f"    {line}" for line in quoted[:QUOTED_LINES]), more, ""]
-    if len(found.files) + found.more > QUOTED:
-        rest = [code(path) for path, _ in found.files[QUOTED:]]
-        lines.append(f"Further files: {', '.join(rest)}{f' and {found.more} more' if found.more else ''}")
+    if len(evidence.files) + evidence.more > QUOTED:
+        rest = [code(path) for path, _ in evidence.files[QUOTED:]]
+        lines.append(
+            f"Further files: {', '.join(rest)}{f' and {evidence.more} more' if evidence.more else ''}"
+        )
     return lines
 
 
@@ -132,7 +134,7 @@ def escape(text: str) -> str:
     safe = _SPECIAL.sub(r"\\\1", safe)
     safe = _BULLET.sub(r"\1\\\2", safe)
     # A bare address or a mention would become a link: an invisible joiner keeps it from being one.
-    return _ADDRESS.sub(lambda found: found.group(0) + "&#8203;", safe)
+    return _ADDRESS.sub(lambda match: match.group(0) + "&#8203;", safe)
 
 
 def code(text: str) -> str:

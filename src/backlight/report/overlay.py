@@ -205,14 +205,14 @@ def curve_panels(sources: Sequence[tuple[str, Source]]) -> Iterator[dict[str, An
                 charts.append(chart(of_runs, drawn, title=visible(curve), adjustable=name == "loss"))
             except Exception as error:  # noqa: BLE001 - one chart must not take the others with it
                 failed.append(error_text(error).rstrip("."))
-        said = "; ".join(failed)
+        problems = "; ".join(failed)
         if charts:
             data = {"charts": charts, "small": name == "logged" and len(charts) > 1}
             place = "half" if len(charts) == 1 else "full"
-            remarks = [*([f"Not drawn: {said}."] if said else []), *remarks]
+            remarks = [*([f"Not drawn: {problems}."] if problems else []), *remarks]
             yield part(name, title, "lines", data, remarks, place=place)
-        elif said:
-            yield part(name, title, "failed", {"reason": not_drawn(name, said)})
+        elif problems:
+            yield part(name, title, "failed", {"reason": not_drawn(name, problems)})
 
 
 def _values(lines: Mapping[str, Sequence[Line]]) -> str:
@@ -234,13 +234,15 @@ Curves = Callable[[Source], dict[str, Series]]
 """What is drawn of one run, by the title of its chart."""
 
 
-def _own(name: str) -> Curves:
+def _unlabelled(name: str) -> Curves:
     return lambda source: {"": _scalar(source, name)}
 
 
 def _losses(source: Source) -> dict[str, Series]:
-    found = losses_of(source.run)
-    return {"" if label == "loss" else label: (one.steps, one.values) for label, one in found.items()}
+    losses = losses_of(source.run)
+    return {
+        "" if label == "loss" else label: (series.steps, series.values) for label, series in losses.items()
+    }
 
 
 def _health(source: Source) -> dict[str, Series]:
@@ -266,10 +268,10 @@ def _updates(source: Source) -> dict[str, Series]:
 
 
 def _times(source: Source) -> dict[str, Series]:
-    found = [source.scalar(name) for name in source.scalar_names("phase")]
-    if not found:
+    phases = [source.scalar(name) for name in source.scalar_names("phase")]
+    if not phases:
         return {}
-    steps = np.unique(np.concatenate([scalar.steps for scalar in found]))
+    steps = np.unique(np.concatenate([scalar.steps for scalar in phases]))
     return {"": (steps, 1e3 * source.step_times)}
 
 
@@ -304,7 +306,7 @@ def _of_logged(title: str, _lines: Sequence[Line], _cold: frozenset[int]) -> Axi
 
 CHARTS: dict[str, tuple[str, Curves, AxisOf]] = {
     "loss": ("Loss", _losses, _scaled("")),
-    "total_norm": ("Gradient norm", _own("total_norm"), _scaled("L2 norm")),
+    "total_norm": ("Gradient norm", _unlabelled("total_norm"), _scaled("L2 norm")),
     "updates": ("Update to weight", _updates, _scaled("median over parameters")),
     "learning_rates": ("Learning rate", _rates, _fixed("learning rate", low=None)),
     "times": ("Time of a step", _times, _of_times),
@@ -315,5 +317,5 @@ CHARTS: dict[str, tuple[str, Curves, AxisOf]] = {
 
 
 def _scalar(source: Source, name: str, of: str = "backlight") -> Series:
-    found = source.scalar(name, source=of)
-    return found.steps, found.values
+    scalar = source.scalar(name, source=of)
+    return scalar.steps, scalar.values

@@ -148,25 +148,25 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
     rows = _rows(source)
     whole = [panel for panel, _ in drawn]
     with_data = {panel.name for panel, result in drawn if isinstance(result, Drawn)}
-    said = verdict.outcome(source)
+    summary = verdict.outcome(source)
     every = (*source.findings, *source.hints)
     return {
         "steps": source.step_range,
         "run": {
             "name": visible(source.run.name) or "unnamed run",
-            "status": said.state,
+            "status": summary.state,
         },
         "verdict": {
-            "tone": said.tone,
-            "headline": said.headline,
-            "detail": said.summary,
-            "status": said.status,
-            "about": said.about,
-            "losses": [*said.losses, *(one.text for one in said.withdrawn)],
+            "tone": summary.tone,
+            "headline": summary.headline,
+            "detail": summary.summary,
+            "status": summary.status,
+            "about": summary.about,
+            "losses": [*summary.losses, *(withdrawal.text for withdrawal in summary.withdrawn)],
             "lead": next(
-                (i for i, f in enumerate(source.findings) if visible(f.title) == said.headline), None
+                (i for i, f in enumerate(source.findings) if visible(f.title) == summary.headline), None
             ),
-            "unmeasured": _unmeasured(said, drawn, source),
+            "unmeasured": _unmeasured(summary, drawn, source),
             "figures": [
                 {"label": label, "value": value, "note": note}
                 for label, value, note in verdict.summary_of(source).figures(source)
@@ -213,18 +213,18 @@ def belongs(panel: Panel, result: Drawn | NotMeasured, source: Source) -> bool:
 
 
 def _unmeasured(
-    said: verdict.Outcome, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]], source: Source
+    summary: verdict.Outcome, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]], source: Source
 ) -> list[dict[str, Any]]:
     """Return what was not measured, panels without data among it; what has one reason stands together."""
     gaps: dict[str, dict[str, Any]] = {}
     rows: list[tuple[str, str | None, str, tuple[str, ...]]] = [
-        (item.what, None, item.reason, item.names) for item in said.unmeasured
+        (item.what, None, item.reason, item.names) for item in summary.unmeasured
     ]
     rows += [(p.title, p.name, visible(r.reason), ()) for p, r in drawn if isinstance(r, NotMeasured)]
     for what, panel, reason, names in rows:
         key = reason.rstrip(".").casefold() if not names else f"{what} {reason}"
         gap = gaps.setdefault(key, {"what": [], "reason": reason, "names": names})
-        if panel is not None and any(known["text"].casefold() == what.casefold() for known in gap["what"]):
+        if panel is not None and any(entry["text"].casefold() == what.casefold() for entry in gap["what"]):
             continue
         gap["what"].append({"text": what, "panel": panel})
     absent = sorted({panel.monitor for panel in in_order() if not source.watched(panel.monitor)})

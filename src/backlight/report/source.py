@@ -33,13 +33,13 @@ APART = "ranks measured gradients that do not make up a whole"
 class Coverage:
     """Recorded steps [S] of the gradient, and for each of the parameters [P] whether it ever was measured.
 
-    ``apart`` is at how many of the steps ranks measured it without making up a whole, ``fewest`` at how many
-    the parameter was measured that was measured least.
+    ``unjoined`` is at how many of the steps ranks measured it without making up a whole, ``fewest`` at how
+    many the parameter was measured that was measured least.
     """
 
     steps: NDArray[np.int64]
     measured: NDArray[np.bool_]
-    apart: NDArray[np.int64]
+    unjoined: NDArray[np.int64]
     fewest: int = 0
 
 
@@ -98,12 +98,12 @@ class Source:
     @cached_property
     def step_times(self) -> NDArray[np.float64]:
         """Seconds of every step whose phases were recorded, in order."""
-        found = [self.scalar(name) for name in self.scalar_names("phase")]
-        if not found:
+        phases = [self.scalar(name) for name in self.scalar_names("phase")]
+        if not phases:
             return np.empty(0)
-        steps = np.unique(np.concatenate([scalar.steps for scalar in found]))
+        steps = np.unique(np.concatenate([scalar.steps for scalar in phases]))
         seconds = np.zeros(len(steps))
-        for scalar in found:
+        for scalar in phases:
             seconds[np.searchsorted(steps, scalar.steps)] += np.nan_to_num(scalar.values, posinf=0, neginf=0)
         return seconds
 
@@ -127,8 +127,8 @@ class Source:
         frame = self.run.frame("gradient", "measured")
         seen = {name for i, name in enumerate(frame.names) if frame.measured[:, i].any()}
         ever = np.array([record.name in seen for record in self.parameters], np.bool_)
-        apart = dict(zip(frame.names, frame.incomplete().sum(axis=0).tolist(), strict=True))
-        split = np.array([apart.get(record.name, 0) for record in self.parameters], np.int64)
+        unjoined = dict(zip(frame.names, frame.incomplete().sum(axis=0).tolist(), strict=True))
+        split = np.array([unjoined.get(record.name, 0) for record in self.parameters], np.int64)
         amounts = frame.measured.sum(axis=0)
         return Coverage(frame.steps, ever, split, int(min(amounts[amounts > 0], default=0)))
 
@@ -167,11 +167,13 @@ class Source:
         for event in self.run.events("unmeasured"):
             for name in event.payload.get("parameters") or ():
                 recorded.setdefault(str(name), str(event.payload.get("reason", "")))
-        known = self.coverage
+        coverage = self.coverage
         reasons: dict[str, list[str]] = {}
-        for record, measured, apart in zip(self.parameters, known.measured, known.apart, strict=True):
+        for record, measured, unjoined in zip(
+            self.parameters, coverage.measured, coverage.unjoined, strict=True
+        ):
             if not measured:
-                otherwise = APART if apart else NO_GRADIENT if record.in_model else NOT_IN_MODEL
+                otherwise = APART if unjoined else NO_GRADIENT if record.in_model else NOT_IN_MODEL
                 reason = record.unmeasured or recorded.get(record.name) or otherwise
                 reasons.setdefault(reason, []).append(record.name)
         return reasons

@@ -91,8 +91,10 @@ def summary_of(source: Source) -> Summary:
     """Return the first summary, in the order of the page, of a monitor that measured something."""
     # Health gives the reason where nothing was measured.
     watched = {*source.run.monitors, "health"} if source.run.monitors else ()
-    found = [one for p in in_order(watched) if p.summary is not None and (one := p.summary(source))]
-    return next((one for one in found if one.measured), found[0])
+    summaries = [
+        summary for p in in_order(watched) if p.summary is not None and (summary := p.summary(source))
+    ]
+    return next((summary for summary in summaries if summary.measured), summaries[0])
 
 
 def outcome(source: Source) -> Outcome:
@@ -121,11 +123,11 @@ def outcome(source: Source) -> Outcome:
     if command := explaining_command(source.run):
         detail += f" `{command}` explains it."
     word = "interrupted" if is_interrupted(source.run) else source.run.status.value
-    known = (
+    further = (
         word, status_line(source), about(source), _losses(source),
         tuple(withdrawn(source.run, (*source.findings, *source.hints))), _unmeasured(source),
     )  # fmt: skip
-    return Outcome(tone, headline, counted, len(source.hints), lacks, detail, *known)
+    return Outcome(tone, headline, counted, len(source.hints), lacks, detail, *further)
 
 
 def hints_line(source: Source) -> str:
@@ -138,22 +140,24 @@ def hints_line(source: Source) -> str:
 
 def coverage_text(run: Run) -> str:
     """Return ``gradients at 66 of 120 steps, loss at all``; the loss is called what it is the sum of."""
-    known, losses = run.coverage(), [*losses_of(run)]
+    coverage, losses = run.coverage(), [*losses_of(run)]
     label = "losses" if len(losses) > 1 else losses[0] if losses else ""
-    whole = count(known.taken, "step")
-    if known.with_gradients == known.with_loss == known.taken:
+    whole = count(coverage.taken, "step")
+    if coverage.with_gradients == coverage.with_loss == coverage.taken:
         return f"gradients and {label} at all {whole}"
-    at = "all" if known.with_gradients == known.taken else f"{known.with_gradients:,} of"
-    loss = "all" if known.with_loss == known.taken else f"{known.with_loss:,}"
-    if not known.with_gradients:
+    at = "all" if coverage.with_gradients == coverage.taken else f"{coverage.with_gradients:,} of"
+    loss = "all" if coverage.with_loss == coverage.taken else f"{coverage.with_loss:,}"
+    if not coverage.with_gradients:
         return f"{label} at {loss}{' of' if loss != 'all' else ''} {whole}" if label else ""
     return f"gradients at {at} {whole}" + (f", {label} at {loss}" if label else "")
 
 
 def sampled_text(run: Run) -> str:
     """Return :func:`coverage_text`; empty where gradients and one loss, a mean, are there of all steps."""
-    known = run.coverage()
-    is_whole = known.with_gradients == known.with_loss == known.taken and [*losses_of(run)] == ["loss"]
+    coverage = run.coverage()
+    is_whole = coverage.with_gradients == coverage.with_loss == coverage.taken and [*losses_of(run)] == [
+        "loss"
+    ]
     return "" if is_whole else coverage_text(run)
 
 
@@ -166,8 +170,8 @@ def lacking(run: Run) -> str:
 def ending(run: Run) -> str:
     """Return how a run ended, as ``Failed with ValueError at step 12``; empty where it runs or finished."""
     if run.status is RunStatus.KILLED:
-        known = first_event(run, ENDED)
-        how = "killed" if known is None else visible(known.payload.get("how", "killed"))
+        kill = first_event(run, ENDED)
+        how = "killed" if kill is None else visible(kill.payload.get("how", "killed"))
         return f"{how[:1].upper()}{how[1:]}"
     if run.status is not RunStatus.FAILED:
         return ""
@@ -242,9 +246,9 @@ def status_line(source: Source) -> str:
         offsets = listed([number(a.step_offset) for a in attempts[1:]])
         parts.append(f"{len(attempts)} attempts (restarted at step {offsets})")
     if last.world_size > 1:
-        held = len(last.ranks)
+        recorded = len(last.ranks)
         whole = count(last.world_size, "process", "processes")
-        parts.append(whole if held == last.world_size else f"{held} of {whole} left data")
+        parts.append(whole if recorded == last.world_size else f"{recorded} of {whole} left data")
     if attempts[0].started:
         when = datetime.datetime.fromtimestamp(attempts[0].started, datetime.UTC)
         parts.append(f"started {when:%Y-%m-%d %H:%M} UTC")
@@ -267,16 +271,18 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
         for reason, names in source.unmeasured_parameters.items()
         if len(source.coverage.steps)  # else no gradient was asked for, or nothing was measured at all
     ]
-    known = source.coverage
+    coverage = source.coverage
     lacking = [
-        (r.name, n) for r, n, m in zip(source.parameters, known.apart, known.measured, strict=True) if n and m
+        (r.name, n)
+        for r, n, m in zip(source.parameters, coverage.unjoined, coverage.measured, strict=True)
+        if n and m
     ]
     if lacking:
         fewest, most = (pick(steps for _, steps in lacking) for pick in (min, max))
         at = f"{most:,}" if fewest == most else f"up to {most:,}"
-        what = f"{count(len(lacking), 'parameter')} at {at} of {count(len(known.steps), 'step')}"
+        what = f"{count(len(lacking), 'parameter')} at {at} of {count(len(coverage.steps), 'step')}"
         listed_here.append(Unmeasured(what, APART, tuple(visible(name) for name, _ in lacking)))
-    found: dict[tuple[str, str], Unmeasured] = {}
+    by_reason: dict[tuple[str, str], Unmeasured] = {}
     for event in source.run.events("unmeasured"):
         if event.payload.get("parameters"):
             continue  # those parameters are listed above, if they never were measured
@@ -284,13 +290,13 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
         if what == OTHERS and _whole(source):
             continue  # said by a part that has been joined since
         reason = visible(event.payload.get("reason", "no reason was noted"))
-        found.setdefault((what, reason), Unmeasured(what, reason))
+        by_reason.setdefault((what, reason), Unmeasured(what, reason))
     for event in source.run.events("degradation"):  # a run took a cheaper tier of what it records
         what = visible(event.payload.get("from") or "what was requested")
         reason = visible(event.payload.get("reason", "no reason was noted")).rstrip(".")
         left = f"{reason}; recorded instead: {visible(event.payload.get('to', 'a cheaper tier'))}."
-        found.setdefault((what, left), Unmeasured(what, left))
-    return (*listed_here, *found.values())
+        by_reason.setdefault((what, left), Unmeasured(what, left))
+    return (*listed_here, *by_reason.values())
 
 
 def _whole(source: Source) -> bool:

@@ -43,13 +43,13 @@ class ForkLock:
 
     def before_fork(self) -> None:
         """Wait for the calls of other threads."""
-        self._forking.locks = held = []
+        self._forking.locks = acquired = []
         end = clock.monotonic() + FORK_WAIT_S
         for lock in (self._lock, *self._others):
             while not (is_held := lock.acquire(blocking=False)) and clock.monotonic() < end:
                 clock.sleep(_POLL_S)
             if is_held:
-                held.append(lock)
+                acquired.append(lock)
 
     def after_fork_in_parent(self) -> None:
         """Let calls begin again."""

@@ -123,11 +123,11 @@ def write_arrays(
     return publish_files({target: write}, overwrite=overwrite)[0]
 
 
-def check_target(target: Path, endings: Sequence[str], known: str) -> None:
+def check_target(target: Path, endings: Sequence[str], fix: str) -> None:
     """Refuse a target with another ending, without its library, or in a folder that does not exist."""
     ending = target.suffix.lower()
     if ending not in endings:
-        raise ExportError(f"{target}: the ending {target.suffix!r} is not known; {known}")
+        raise ExportError(f"{target}: the ending {target.suffix!r} is not known; {fix}")
     package = {".parquet": "pyarrow", ".h5": "h5py"}.get(ending)
     if package is not None:
         require(package, what=str(target))

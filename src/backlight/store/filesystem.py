@@ -261,8 +261,8 @@ def _start(pid: int) -> str:
 
     Not a wall-clock time: setting the clock must not end a living writer for readers.
     """
-    found = processes.read_process(pid)
-    return "" if found is None or found.is_dead else str(found.start)
+    process = processes.read_process(pid)
+    return "" if process is None or process.is_dead else str(process.start)
 
 
 def _exists(pid: int) -> bool:

@@ -184,32 +184,34 @@ def measurements(run: Run, parameter: str | None = None) -> tuple[Measurement, .
 
 def tables(run: Run, parameter: str) -> tuple[Table, ...]:
     """Return the tables of a layer, by step; a step whose arrays were lost is left out."""
-    known = {layer.parameter: layer for layer in layers(run)}
-    if parameter not in known:
-        raise KeyError(f"{run.path}: no spectra of {parameter!r}; there are {', '.join(known) or 'none'}")
-    layer = known[parameter]
+    by_parameter = {layer.parameter: layer for layer in layers(run)}
+    if parameter not in by_parameter:
+        raise KeyError(
+            f"{run.path}: no spectra of {parameter!r}; there are {', '.join(by_parameter) or 'none'}"
+        )
+    layer = by_parameter[parameter]
     names = _events(run).fields[parameter]
     values = _by_step(run, f"{PREFIX}/{parameter}/singular_values")
     directions = _by_step(run, f"{PREFIX}/{parameter}/directions")
     return tuple(
         Table(
             layer,
-            one,
-            _padded(values[one.step], layer.directions),
-            MappingProxyType(_fields(names, directions[one.step], layer.directions)),
+            measurement,
+            _padded(values[measurement.step], layer.directions),
+            MappingProxyType(_fields(names, directions[measurement.step], layer.directions)),
         )
-        for one in measurements(run, parameter)
-        if one.step in values and one.step in directions
+        for measurement in measurements(run, parameter)
+        if measurement.step in values and measurement.step in directions
     )
 
 
 def table(run: Run, step: int, parameter: str) -> Table:
     """Return the table of a layer at a step."""
-    found = {one.measurement.step: one for one in tables(run, parameter)}
-    if step not in found:
-        there = ", ".join(map(str, found)) or "none"
+    by_step = {measured.measurement.step: measured for measured in tables(run, parameter)}
+    if step not in by_step:
+        there = ", ".join(map(str, by_step)) or "none"
         raise KeyError(f"{run.path}: {parameter!r} was not measured at step {step}; it was at {there}")
-    return found[step]
+    return by_step[step]
 
 
 @dataclass(frozen=True)
@@ -235,22 +237,24 @@ def _events(run: Run) -> _Events:
             described[layer.parameter] = layer
             # As they were written: a later release may know more of them.
             fields[layer.parameter] = tuple(str(name) for name in event.payload.get("fields", FIELDS))
-        found: dict[tuple[int, str], Measurement] = {}
+        by_key: dict[tuple[int, str], Measurement] = {}
         for event in run.events(MEASURED):
             if event.step is not None:
-                given = event.payload.get("numbers", {})
-                numbers = {name: given.get(name, math.nan) for name in NUMBERS}
-                one = codec.convert({**event.payload, "step": event.step, "numbers": numbers}, Measurement)
-                found[one.step, one.parameter] = one
-        by_step = tuple(found[key] for key in sorted(found, key=lambda key: key[0]))
+                stored = event.payload.get("numbers", {})
+                numbers = {name: stored.get(name, math.nan) for name in NUMBERS}
+                measurement = codec.convert(
+                    {**event.payload, "step": event.step, "numbers": numbers}, Measurement
+                )
+                by_key[measurement.step, measurement.parameter] = measurement
+        by_step = tuple(by_key[key] for key in sorted(by_key, key=lambda key: key[0]))
         of: dict[str, list[Measurement]] = {}
-        for one in by_step:
-            of.setdefault(one.parameter, []).append(one)
+        for measurement in by_step:
+            of.setdefault(measurement.parameter, []).append(measurement)
         _parsed[run] = _Events(
             tuple(sorted(described.values(), key=lambda layer: layer.index)),
             fields,
             by_step,
-            {parameter: tuple(found) for parameter, found in of.items()},
+            {parameter: tuple(measured) for parameter, measured in of.items()},
         )
     return _parsed[run]
 

@@ -112,16 +112,16 @@ def _masked(values: npt.NDArray[Any], void: npt.NDArray[np.bool_]) -> npt.NDArra
 def long_table(run: Run) -> Table:
     """Return gradients and updates in one table: a row per attempt, step and parameter."""
     about = "one row per attempt, step and parameter; measured is that of the gradient"
-    own = [_series_column(SERIES[series], column, name) for name, (series, column) in _LONG.items()]
-    columns = (_STEP, _ATTEMPT, _PARAMETER, _MEASURED, *own)
+    values = [_series_column(SERIES[series], column, name) for name, (series, column) in _LONG.items()]
+    columns = (_STEP, _ATTEMPT, _PARAMETER, _MEASURED, *values)
     return Table("long", about, columns, lambda wanted: _series_chunks(run, _LONG, wanted, "norm"))
 
 
 def _series_table(run: Run, schema: SeriesSchema) -> Table:
     names = [c.name for c in schema.columns if c.name != "measured"] + [d.name for d in schema.derived]
     of = {name: (schema.name, name) for name in ("measured", *names)}
-    own = [_series_column(schema, name, name) for name in names]
-    columns = (_STEP, _ATTEMPT, _PARAMETER, _MEASURED, *own)
+    values = [_series_column(schema, name, name) for name in names]
+    columns = (_STEP, _ATTEMPT, _PARAMETER, _MEASURED, *values)
     meaning = f"one row per step and parameter of the series {schema.name}"
     return Table(schema.name, meaning, columns, lambda wanted: _series_chunks(run, of, wanted))
 
@@ -174,12 +174,12 @@ def _steps_table(run: Run) -> Table:
                 columns[name] = _masked(values, void)
         yield columns
 
-    own = [
+    scalar_columns = [
         TableColumn(storable(name), FLOAT, unit_of_scalar(of, source))
         for name, (source, of) in sources.items()
     ]
     meaning = "one row per step, a column per scalar; a later attempt counts"
-    return Table("steps", meaning, (_STEP, *own), chunks)
+    return Table("steps", meaning, (_STEP, *scalar_columns), chunks)
 
 
 def scalars_table(run: Run) -> Table:

@@ -137,12 +137,12 @@ def dumps_answer(attached: AttachedDumps, *, full: bool = False) -> Answer:
 
     ranks = attached.ranks if full else attached.ranks[:ROWS]
     lines = []
-    for one in ranks:
-        step = "" if one.step is None else f", step {one.step}"
-        state = f"waits in {one.pending}" if one.pending else "all completed"
-        at = f", issued at {one.line}" if one.line else ""
-        issued = f"{count(one.recorded, 'collective')}, last {one.last or 'none'}"
-        lines.append(f"rank {one.rank}{step}: {issued}; {state}{at}")
+    for rank in ranks:
+        step = "" if rank.step is None else f", step {rank.step}"
+        state = f"waits in {rank.pending}" if rank.pending else "all completed"
+        at = f", issued at {rank.line}" if rank.line else ""
+        issued = f"{count(rank.recorded, 'collective')}, last {rank.last or 'none'}"
+        lines.append(f"rank {rank.rank}{step}: {issued}; {state}{at}")
     lines += [f"stored in the run: {finding.title}; {finding.detail}" for finding in attached.findings]
     missing = [f"rank {span(attached.missing)} left no dump"] if attached.missing else []
     return _answer(
@@ -159,6 +159,6 @@ def _answer(
     return Answer(diagnosis.claim, data, facts, notes=tuple(filter(None, notes)))
 
 
-def _left_out(amount: int, one: str, several: str = "") -> str:
-    several = several or f"{one}s"
-    return f"and {count(amount, f'more {one}', f'more {several}')}: --full" if amount > 0 else ""
+def _left_out(amount: int, singular: str, plural: str = "") -> str:
+    plural = plural or f"{singular}s"
+    return f"and {count(amount, f'more {singular}', f'more {plural}')}: --full" if amount > 0 else ""

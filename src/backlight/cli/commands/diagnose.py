@@ -195,10 +195,10 @@ def nan(
     failing = parse_fail_on(fail_on, ("nan", "infinity"))
     tracer = NanTracer(end_script, steps)
     code = _explain(tracer, script, context, module=module, quiet=as_json)
-    if not tracer.backwards and tracer.found is None:
+    if not tracer.backwards and tracer.origin is None:
         raise _without_backward(script, code)
     print_answer(nan_answer(tracer, script, code), as_json=as_json, full=True)
-    return int(tracer.found is not None and tracer.found.value.lower() in failing)
+    return int(tracer.origin is not None and tracer.origin.value.lower() in failing)
 
 
 @command(
@@ -348,9 +348,9 @@ def profile(
             result = replace(result, controls=controls)
         if writer is not None:
             result = store_profile(replace(profiled, result=result), writer)
-        found = find_findings(writer) if writer is not None and result.rank == 0 else []
+        findings = find_findings(writer) if writer is not None and result.rank == 0 else []
     if result.rank == 0 or not as_json:
-        print_answer(answer(result, found), as_json=as_json, full=full, before="the script")
+        print_answer(answer(result, findings), as_json=as_json, full=full, before="the script")
     if out is not None and not as_json:
         Page().note(f"{out}: backlight report {out}", "run")
     return 0
@@ -409,8 +409,10 @@ def trace(
         added = save_overlay(Timeline(traces[0]), overlay, step)
         write(f"written: {overlay} ({added:,} events added)", file=sys.stderr)
     if against is not None:
-        found = diff(*(analyse_rank(Timeline(one), step, usual=True) for one in traces))
-        reply, full = diff_answer(found), True
+        difference = diff(
+            *(analyse_rank(Timeline(trace_of_run), step, usual=True) for trace_of_run in traces)
+        )
+        reply, full = diff_answer(difference), True
     else:
         reply = answer(analyse(traces, step=step))
     print_answer(reply, as_json=as_json, full=full, rows=rows)

@@ -27,8 +27,8 @@ def overlay(
     values = assigned(changes)
     if steps is not None:
         values.setdefault("training", {})["steps"] = steps
-    given = {"seed": seed, "device": device}
-    return "--set", values | {key: value for key, value in given.items() if value is not None}
+    changed_options = {"seed": seed, "device": device}
+    return "--set", values | {key: value for key, value in changed_options.items() if value is not None}
 
 
 def configured(
@@ -47,20 +47,20 @@ def listing(*, as_json: bool) -> None:
     """List the experiments with their sources and effects."""
     from backlight.experiments.experiment import EXPERIMENTS
 
-    found = [
+    rows = [
         {
-            "name": name, "title": one.title, "arxiv": one.paper.arxiv, "paper": one.paper.title,
-            "claim": one.paper.claim, "unclear": one.paper.unclear, "effect": one.effect,
-            "expects": one.expects, "ci_expects": one.ci_expects,
+            "name": name, "title": entry.title, "arxiv": entry.paper.arxiv, "paper": entry.paper.title,
+            "claim": entry.paper.claim, "unclear": entry.paper.unclear, "effect": entry.effect,
+            "expects": entry.expects, "ci_expects": entry.ci_expects,
         }
-        for name, one in EXPERIMENTS.items()
+        for name, entry in EXPERIMENTS.items()
     ]  # fmt: skip
     if as_json:
-        print_json(found)
+        print_json(rows)
         return
     folded = ("experiment", "effect")
     table = make_table("name", "experiment", "arXiv", "effect", "expects", "ci", folded=folded)
-    for row in found:
+    for row in rows:
         keys = ("name", "title", "arxiv", "effect", "expects", "ci_expects")
         table.add_row(*(row[key] or "-" for key in keys))
     make_console().print(table)
@@ -103,7 +103,7 @@ def detect(
     console, out, failed = make_console(), [], False
     for run in opened:
         try:
-            found = analyse(
+            analysis = analyse(
                 run, [*opened, *neighbours(run.path)], controls=against, chance=chance, test_size=test_size
             )
         except DetectionError as error:
@@ -111,9 +111,9 @@ def detect(
             out.append({"run": run.location, "error": str(error)})
             write(f"backlight: {error}", file=sys.stderr)
             continue
-        out.append(found.as_json())
+        out.append(analysis.as_json())
         if not as_json:
-            print_examined(found, console)
+            print_examined(analysis, console)
     if as_json:
         print_json(out)
     return 2 if failed else 0

@@ -163,24 +163,24 @@ def _run_here(request: _Request, *, resume: bool) -> int:
 
     if resume and request.out is not None and request.config is None:
         named = {"experiment": request.name, "preset": request.preset}
-        given = {key: value for key, value in named.items() if value is not None}
-        configuration = resumed(request.out, ("the command line", {**request.options[1], **given}))
+        requested = {key: value for key, value in named.items() if value is not None}
+        configuration = resumed(request.out, ("the command line", {**request.options[1], **requested}))
     else:
         configuration = request.configuration()
     path = request.out if request.out is not None else default_directory(configuration)
     if not request.control:
-        return _one(configuration, path, resume=resume, degrade=request.degrade)
+        return _run_experiment(configuration, path, resume=resume, degrade=request.degrade)
     if not finished(path):
-        code = _one(configuration, path, resume=resume, degrade=request.degrade)
+        code = _run_experiment(configuration, path, resume=resume, degrade=request.degrade)
         if code:
             return code
     control_path = path.with_name(f"{path.name}-{request.control}")
     control = dataclasses.replace(configuration, control=request.control)
     again = resume and (control_path / "manifest.json").exists()
-    return _one(control, control_path, resume=again, degrade=request.degrade, control_of=path.name)
+    return _run_experiment(control, control_path, resume=again, degrade=request.degrade, control_of=path.name)
 
 
-def _one(
+def _run_experiment(
     configuration: Configuration, path: Path, *, resume: bool, degrade: bool, control_of: str = ""
 ) -> int:
     from backlight.cli.progress import Bar
@@ -223,12 +223,12 @@ def _sweep(
     root = request.out if request.out is not None else Path("runs") / f"{configuration.experiment}-sweep"
     if ray:
         root = root.absolute()  # tasks have a working directory of their own
-    found = members(root, [] if seeds is None else seeds_of(seeds), sweeps)
-    for member in found:
+    all_members = members(root, [] if seeds is None else seeds_of(seeds), sweeps)
+    for member in all_members:
         pairs = zip(member.options[::2], member.options[1::2], strict=True)
         _, values = overlay([option for flag, option in pairs if flag == "--set"])
         configured(configuration.experiment, None, request.config, ("--sweep", values))
-    left = [member for member in found if not finished(member.directory)]
+    left = [member for member in all_members if not finished(member.directory)]
     commands = []
     for member in left:
         resumed = ["--resume"] if (member.directory / "manifest.json").exists() else []
@@ -248,7 +248,7 @@ def _sweep(
     else:
         concurrent = concurrent_runs(jobs, len(commands), threads)
         failed = run_all(commands, concurrent=concurrent, threads=threads, on_end=show)
-    for member in found:
+    for member in all_members:
         if member not in left:
             write(f"{member.directory} (was finished)")
     return 2 if failed else 0
@@ -273,12 +273,12 @@ def _write_jobs(
     from backlight.experiments.sweep import batch_script, job_parameters
     from backlight.launch.slurm import parameters, script_for, write_script
 
-    found = estimate_of(configuration, root, budget=1.0)
-    choice = choose(found, degrade=request.degrade)
-    given = job_parameters(parameters(slurm), configuration, found, choice.tier)
+    estimate = estimate_of(configuration, root, budget=1.0)
+    choice = choose(estimate, degrade=request.degrade)
+    job_options = job_parameters(parameters(slurm), configuration, estimate, choice.tier)
     logs = root / "slurm"
     script = script_for(script)
-    write_script(script, batch_script(given, commands, logs), logs)
+    write_script(script, batch_script(job_options, commands, logs), logs)
     write(script)
     return 0
 

@@ -143,11 +143,11 @@ def sweep(
     memory = None if max_memory is None else parse_size(max_memory, "--max-memory")
     wanted = parse_settings(at) if at else None
     with count_bar("sizes", quiet=as_json) as bar:
-        found = run(
+        scaling = run(
             recipe, axes, fake=fake, steps=timed, limit=limit, max_memory=memory, at=wanted, on_point=bar,
             ray=options,
         )  # fmt: skip
-    print_answer(answer(found), as_json=as_json, full=full)
+    print_answer(answer(scaling), as_json=as_json, full=full)
     return 0
 
 
@@ -195,9 +195,9 @@ def gram(
     settings = parse_settings(changes)
     from backlight.diagnose.recipe_gram import answer, measure_gram
 
-    found = measure_gram(
+    measured = measure_gram(
         recipe, settings, checkpoint=checkpoint, reduction=reduction, device=device, dtype=dtype
     )
-    print_answer(answer(found), as_json=as_json, full=True, rows=rows)
+    print_answer(answer(measured), as_json=as_json, full=True, rows=rows)
     if out is not None:
-        write(write_arrays(out, found.arrays(), overwrite=overwrite), file=sys.stderr if as_json else None)
+        write(write_arrays(out, measured.arrays(), overwrite=overwrite), file=sys.stderr if as_json else None)

@@ -72,11 +72,11 @@ def run(
     from backlight.session.settings import Settings
 
     check(script, module=module)
-    given = given_options(values, changes)
+    options = given_options(values, changes)
     arguments = list(context.args)
     folder = None if out is None else Path(out)
-    with options_as_typed(context, given):
-        settings = Settings.read(config, given) if config is not None else Settings.of(given)
+    with options_as_typed(context, options):
+        settings = Settings.read(config, options) if config is not None else Settings.of(options)
         settings.check_names()
         if slurm or slurm_script is not None:
             return _write_job(context, script, arguments, folder, slurm, slurm_script)
@@ -139,10 +139,10 @@ def _write_job(
     from backlight.store.filesystem import file_system_type, is_network_type
     from backlight.store.write.attempt import default_path
 
-    given, script = parameters(slurm), script_for(script)
+    job_options, script = parameters(slurm), script_for(script)
     path = (out if out is not None else default_path(target)).absolute()
-    own = ["-m", "backlight", "run", "--out", str(path), *_options(context)]
-    job = Job.of(given, [*own, target, *arguments], path)
+    command = ["-m", "backlight", "run", "--out", str(path), *_options(context)]
+    job = Job.of(job_options, [*command, target, *arguments], path)
     kind = file_system_type(path)
     if job.nodes > 1 and not is_network_type(kind):
         write(
@@ -168,6 +168,6 @@ def _options(context: click.Context) -> list[str]:
         if value is True:
             line.append(flag)
             continue
-        for one in value if isinstance(value, (list, tuple)) else [value]:
-            line += [flag, str(one)]
+        for item in value if isinstance(value, (list, tuple)) else [value]:
+            line += [flag, str(item)]
     return line

@@ -59,11 +59,11 @@ def ls(*, folder: Path, as_json: bool) -> None:
     from backlight.cli.render.run_list import print_runs
     from backlight.store.read.run_list import list_runs
 
-    found = list_runs(folder)
+    runs = list_runs(folder)
     if as_json:
-        print_json(found)
+        print_json(runs)
     else:
-        print_runs(found, make_console())
+        print_runs(runs, make_console())
 
 
 @command(
@@ -118,22 +118,27 @@ def findings(
         reply = answer(run, samples)
         print_answer(reply, as_json=as_json, full=True)
         return 0
-    found = findings_of(run)
+    listed = findings_of(run)
     if as_json:
         from backlight.report.source import Source
         from backlight.report.verdict import outcome
 
-        said = outcome(Source(run, tuple(found)))
+        summary = outcome(Source(run, tuple(listed)))
         print_json(
-            {"verdict": said.tally, "lacks": run.shortfall, "findings": found, "withdrawn": said.withdrawn}
+            {
+                "verdict": summary.tally,
+                "lacks": run.shortfall,
+                "findings": listed,
+                "withdrawn": summary.withdrawn,
+            }
         )
     elif annotation is not None:
         from backlight.report.annotations import render_annotations
 
-        write(render_annotations(annotation, run, found, failing or parse_fail_on("error")))
+        write(render_annotations(annotation, run, listed, failing or parse_fail_on("error")))
     else:
-        print_findings(run, found, make_console(), full=full, hints=hints)
-    return int(failing is not None and any(map(failing, found)))
+        print_findings(run, listed, make_console(), full=full, hints=hints)
+    return int(failing is not None and any(map(failing, listed)))
 
 
 Table = Literal[
@@ -264,7 +269,7 @@ def compare(
     step, or by step from the generalisation of each run.
     """
     if ab is not None:
-        return _alternate(ab, pairs, steps, limit, given=bool(runs), as_json=as_json, full=full)
+        return _alternate(ab, pairs, steps, limit, has_runs=bool(runs), as_json=as_json, full=full)
     if factor is not None and not strict:
         raise click.BadParameter("--factor names what may differ under --strict: add --strict")
     if len(runs) < 2:
@@ -304,14 +309,14 @@ def _alternate(
     steps: int,
     limit: float,
     *,
-    given: bool,
+    has_runs: bool,
     as_json: bool,
     full: bool,
 ) -> int:
     from backlight.analysis.ab_test import run_ab_test
     from backlight.analysis.comparison_answer import ab_answer
 
-    if given:
+    if has_runs:
         raise ValueError("--ab takes two commands and no runs: leave out the runs, or --ab")
     with count_bar("runs", quiet=as_json) as bar:
         result = run_ab_test(commands, rounds=rounds, steps=steps, limit=limit, on_run=bar)

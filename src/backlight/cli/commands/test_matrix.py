@@ -80,7 +80,7 @@ def run_test_matrix(
     report = execute(
         prepared, folder, again=again,
         on_start=lambda case: page.say((f"{case.name} ...", "dim")),
-        on_end=lambda one: _print_result(page, one),
+        on_end=lambda result: _print_result(page, result),
     )  # fmt: skip
     write_report(folder, folder / "report.md", as_html=False)
     html = write_report(folder, folder / "report.html", as_html=True)
@@ -94,11 +94,11 @@ def run_test_matrix(
     return int(any(case.evaluation.verdict in failing for case in report.cases))
 
 
-def _print_result(page: Page, one: CaseResult) -> None:
+def _print_result(page: Page, result: CaseResult) -> None:
     """Print the line for a finished case: ``BLOCKED  case  12.0 s  claim``."""
-    found = one.evaluation
-    words = f"{visible(one.case.name)}  {one.observation.seconds:.1f} s  {visible(found.claim)}"
-    verdict = f"{found.verdict.value:<15}", _COLOURS.get(found.verdict, "red")
+    evaluation = result.evaluation
+    words = f"{visible(result.case.name)}  {result.observation.seconds:.1f} s  {visible(evaluation.claim)}"
+    verdict = f"{evaluation.verdict.value:<15}", _COLOURS.get(evaluation.verdict, "red")
     page.sentence(verdict, words, indent=15)
 
 

@@ -19,12 +19,12 @@ _STYLES = {"grokking": "bold green", "unstable": "bold yellow", "threshold-artef
 _MARKS = {True: ("holds", "green"), False: ("fails", "red"), None: ("not known", "yellow")}
 
 
-def print_examined(found: GrokkingAnalysis, console: Console) -> None:
+def print_examined(analysis: GrokkingAnalysis, console: Console) -> None:
     """Print one run: verdict, times, conditions, sweep, control, and what follows the test accuracy."""
-    detection = found.detection
-    facts = [found.facts.experiment, found.facts.control and f"control: {found.facts.control}"]
+    detection = analysis.detection
+    facts = [analysis.facts.experiment, analysis.facts.control and f"control: {analysis.facts.control}"]
     console.print(Text.assemble(
-        (visible(found.run.location), "bold"), (f"  {visible(', '.join(t for t in facts if t))}", "dim")
+        (visible(analysis.run.location), "bold"), (f"  {visible(', '.join(t for t in facts if t))}", "dim")
     ), soft_wrap=True)  # fmt: skip
     console.print(f"  {detection.words}", style=_STYLES.get(detection.verdict, "bold"))
     console.print(f"  {detection.claim}")
@@ -37,79 +37,85 @@ def print_examined(found: GrokkingAnalysis, console: Console) -> None:
             table.add_row(*cells, Text(word, style))
         console.print(table)
     if detection.sweep:
-        held = sum(point.grokking for point in detection.sweep)
+        grokked = sum(point.grokking for point in detection.sweep)
         lines = [p.train_accuracy for p in detection.sweep], [p.test_share for p in detection.sweep]
         console.print(
-            f"  Sweep: grokking at {held} of {len(detection.sweep)} lines, training accuracy "
+            f"  Sweep: grokking at {grokked} of {len(detection.sweep)} lines, training accuracy "
             f"{min(lines[0]):.3g} to {max(lines[0]):.3g}, {min(lines[1]):.3g} to {max(lines[1]):.3g} of "
             "the way to the plateau."
         )
-    if found.changes is None:
+    if analysis.changes is None:
         console.print("  Change points: not measured; pip install 'backlight[research]'.", style="dim")
-    elif found.changes:
-        shown = ", ".join(number(step) for step in found.changes[:8])
+    elif analysis.changes:
+        shown = ", ".join(number(step) for step in analysis.changes[:8])
         console.print(f"  Change points of the test accuracy: step {shown}.")
     for note in detection.notes:
         console.print(f"  {visible(note)}.", style="dim")
-    _print_control(found, console)
-    if not found.facts.control:  # its test accuracy is noise, which nothing can follow
-        _print_following(found, console)
+    _print_control(analysis, console)
+    if not analysis.facts.control:  # its test accuracy is noise, which nothing can follow
+        _print_following(analysis, console)
     console.print()
 
 
-def _print_control(found: GrokkingAnalysis, console: Console) -> None:
-    if found.facts.control:
+def _print_control(analysis: GrokkingAnalysis, console: Console) -> None:
+    if analysis.facts.control:
         return
-    if found.control is None or found.control_detection is None:
+    if analysis.control is None or analysis.control_detection is None:
         console.print(
             "  No matched control was found: no measure can be attributed to grokking. "
             "Run the same with --control random-labels.",
-            style="yellow" if found.detection.verdict == "grokking" else "dim",
+            style="yellow" if analysis.detection.verdict == "grokking" else "dim",
         )
         return
-    theirs = found.control_detection
-    console.print(f"  Control {visible(found.control.path.name)}: {theirs.words}. {theirs.claim}")
+    theirs = analysis.control_detection
+    console.print(f"  Control {visible(analysis.control.path.name)}: {theirs.words}. {theirs.claim}")
 
 
-def _print_following(found: GrokkingAnalysis, console: Console) -> None:
-    if not found.following:
+def _print_following(analysis: GrokkingAnalysis, console: Console) -> None:
+    if not analysis.following:
         return
-    Page(console).table(following_table(found))
+    Page(console).table(following_table(analysis))
     explained = "corr.: rank correlation with the test accuracy after memorisation; lead in steps"
-    if found.controls:
+    if analysis.controls:
         explained += (
             "; control: how far the measure of the controls moves with it, as a share; q: false-discovery "
             "rate at which the two differ"
         )
     console.print(f"  {explained}.", style="dim")
-    if found.controls:
-        console.print(f"  {found.signals()}")
+    if analysis.controls:
+        console.print(f"  {analysis.signals()}")
 
 
-def print_estimate(found: Estimate, console: Console) -> None:
+def print_estimate(estimate: Estimate, console: Console) -> None:
     """Print an estimate."""
     from backlight.monitors.grokking.model.measures import TIERS
 
     table = make_table("part", "times", "each", "time", "disk", "memory")
-    for part in (*found.training, *found.measured):
+    for part in (*estimate.training, *estimate.measured):
         disk = size(part.total_disk) if part.total_disk else ""
         memory = size(part.memory) if part.memory else ""
         table.add_row(
             part.name, str(part.times), duration(part.seconds), duration(part.total_seconds), disk, memory
         )
     table.add_row(
-        "in all", "", "", duration(found.seconds()), size(found.disk()), size(found.memory()), style="bold"
+        "in all",
+        "",
+        "",
+        duration(estimate.seconds()),
+        size(estimate.disk()),
+        size(estimate.memory()),
+        style="bold",
     )
-    free = f"{size(found.free_disk)} free", f"{size(found.free_memory)} free"
+    free = f"{size(estimate.free_disk)} free", f"{size(estimate.free_memory)} free"
     table.add_row("this machine", "", "", "", *free, style="dim")
     console.print(table)
-    tier = found.fitting()
+    tier = estimate.fitting()
     if tier == TIERS[0]:
         console.print("Everything fits.")
         return
-    console.print(f"Does not fit: {found.problem(TIERS[0])}.")
+    console.print(f"Does not fit: {estimate.problem(TIERS[0])}.")
     if tier:
-        names = ", ".join(found.left_out(tier))
+        names = ", ".join(estimate.left_out(tier))
         console.print(f"With --degrade: {tier}; left out: {names}.")
     else:
-        console.print(f"Not even scalars alone fit: {found.problem(TIERS[-1])}.")
+        console.print(f"Not even scalars alone fit: {estimate.problem(TIERS[-1])}.")

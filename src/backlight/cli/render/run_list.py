@@ -173,9 +173,9 @@ def print_tables(tables: Any, *, as_json: bool) -> None:
         print_json(listed)
         return
     console = make_console()
-    for known in tables.values():
-        console.print(Text.assemble((known.name, "bold"), f"  {known.meaning}"))
+    for described in tables.values():
+        console.print(Text.assemble((described.name, "bold"), f"  {described.meaning}"))
         table = Table(box=None, pad_edge=False, show_header=False)
-        for column in known.columns:
+        for column in described.columns:
             table.add_row(f"  {column.name}", column.kind, column.unit, Text(column.meaning, style="dim"))
         console.print(table)

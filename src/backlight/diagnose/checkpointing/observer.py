@@ -150,9 +150,9 @@ class CheckpointObserver(ScriptObserver):
         @functools.wraps(original)
         def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Any:
             if self._running and not self._usage.paused:
-                given = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
+                inputs = dict(zip(("query", "key", "value"), args, strict=False)) | kwargs
                 for name in ("query", "key", "value"):
-                    _check_layout(self._running[-1], name, given.get(name))
+                    _check_layout(self._running[-1], name, inputs.get(name))
             return original(*args, **kwargs)
 
         return scaled_dot_product_attention
@@ -251,9 +251,9 @@ def _modules_of(function: Any) -> list[nn.Module]:
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # a cell that is not filled yet
             roots.append(cell.cell_contents)
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     for root in roots:
         owner = getattr(root, "__self__", root)
         if isinstance(owner, nn.Module):
-            found.update((id(module), module) for module in owner.modules())
-    return list(found.values())
+            modules.update((id(module), module) for module in owner.modules())
+    return list(modules.values())

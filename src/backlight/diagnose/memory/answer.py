@@ -64,7 +64,7 @@ def _facts(result: MeasuredMemory | PredictedMemory) -> list[str]:
     """Return the lines behind the verdict."""
     kinds = sorted(((kind, n) for kind, n in result.kinds.items() if n), key=lambda item: -item[1])
     phases = sorted(result.phases.items(), key=lambda item: -item[1])[:SHOWN]
-    modules = sorted((m for m in result.modules if m.own and m.name), key=lambda m: -m.own)
+    modules = sorted((m for m in result.modules if m.exclusive and m.name), key=lambda m: -m.exclusive)
     tensors = [
         f"{tensor.count} x " * (tensor.count > 1)
         + f"{list(tensor.shape)} {tensor.dtype} {size(tensor.bytes)}"
@@ -75,7 +75,7 @@ def _facts(result: MeasuredMemory | PredictedMemory) -> list[str]:
         "at the peak": ", ".join(f"{_words(kind)} {size(n)}" for kind, n in kinds[:4]),
         "between steps": f"{size(result.between_steps)}; {_parameters(result.parameters)}",
         "highest": ", ".join(f"{phase} {size(n)}" for phase, n in phases),
-        "modules (self)": listed([f"{m.name} {size(m.own)}" for m in modules], SHOWN),
+        "modules (self)": listed([f"{m.name} {size(m.exclusive)}" for m in modules], SHOWN),
         "largest tensors": ", ".join(tensors),
         "logits": _logits(result),
     }
@@ -83,7 +83,7 @@ def _facts(result: MeasuredMemory | PredictedMemory) -> list[str]:
         lines["allocator"] = _allocator(result)
     else:
         lines["operations"] = _operations(result)
-        lines["checkpointing"] = "; ".join(_saving(one) for one in result.checkpointing[-1:])
+        lines["checkpointing"] = "; ".join(_saving(saving) for saving in result.checkpointing[-1:])
         lines["largest batch"] = "" if result.fit is None else _fit(result.fit)
     if result.workspaces:
         calls = listed([f"{n} x {name}" for name, n in result.workspaces.items()], SHOWN)
@@ -106,21 +106,21 @@ def _growth(result: MeasuredMemory) -> str:
 
 def _logits(result: MeasuredMemory | PredictedMemory) -> str:
     """Return what the logits take, empty without any."""
-    found = result.logits
-    if found is None:
+    logits = result.logits
+    if logits is None:
         return ""
-    most = f"with {count(found.copies, 'copy', 'copies')} at most {size(found.live_at_most)}"
-    return f"{list(found.shape)} {found.dtype} take {size(found.bytes)}, {most}"
+    most = f"with {count(logits.copies, 'copy', 'copies')} at most {size(logits.live_at_most)}"
+    return f"{list(logits.shape)} {logits.dtype} take {size(logits.bytes)}, {most}"
 
 
 def _allocator(result: MeasuredMemory) -> str:
     """Return the state of a caching allocator, empty without one."""
-    found = result.allocator
-    if found is None:
+    allocator = result.allocator
+    if allocator is None:
         return ""
     return (
-        f"{size(found.reserved_peak)} reserved at most, {size(found.allocated_peak)} in use "
-        f"({percent(found.fragmentation)} fragmented), {count(found.retries, 'retry', 'retries')}"
+        f"{size(allocator.reserved_peak)} reserved at most, {size(allocator.allocated_peak)} in use "
+        f"({percent(allocator.fragmentation)} fragmented), {count(allocator.retries, 'retry', 'retries')}"
     )
 
 
@@ -132,20 +132,20 @@ def _operations(result: PredictedMemory) -> str:
     return both if flops.step else ""
 
 
-def _saving(one: Saving) -> str:
+def _saving(saving: Saving) -> str:
     """Return the effect of checkpointing."""
-    costs = f"for {percent(one.share_of_step)} more operations"
-    return f"{checkpointed(codec.plain(one))} saves {size(one.saved)} of the peak {costs}"
+    costs = f"for {percent(saving.share_of_step)} more operations"
+    return f"{checkpointed(codec.plain(saving))} saves {size(saving.saved)} of the peak {costs}"
 
 
-def _fit(found: Fit) -> str:
+def _fit(fit: Fit) -> str:
     """Return the largest batch within a budget."""
     end = (
-        f"{found.setting}={found.above} takes {size(found.peak_above)}"
-        if found.above is not None and found.peak_above is not None
+        f"{fit.setting}={fit.above} takes {size(fit.peak_above)}"
+        if fit.above is not None and fit.peak_above is not None
         else "the search ended there"
     )
-    return f"{found.setting}={found.batch} takes {size(found.peak)} of {size(found.budget)}; {end}"
+    return f"{fit.setting}={fit.batch} takes {size(fit.peak)} of {size(fit.budget)}; {end}"
 
 
 def _parameters(amount: int) -> str:

@@ -73,13 +73,13 @@ def _piecewise(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Modul
     def replace(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or isinstance(parameter, FakeTensor):
             return None
-        known = made.get(id(parameter))
-        if known is None:
+        replacement = made.get(id(parameter))
+        if replacement is None:
             # The original is kept so that its id stays taken; its values are not.
-            known = (as_fake(parameter, mode), parameter)
-            made[id(parameter)] = known
+            replacement = (as_fake(parameter, mode), parameter)
+            made[id(parameter)] = replacement
             parameter.data = parameter.data.new_empty(0)
-        return known[0]
+        return replacement[0]
 
     made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     handle = register_module_parameter_registration_hook(replace)  # type: ignore[arg-type]  # may replace it, as torch documents
@@ -118,11 +118,15 @@ class _FakeCopies(TorchFunctionMode):
                 return self._mode.from_tensor(tensor, static_shapes=True)
             storage = tensor.untyped_storage()
             with self._mode:
-                known = self._storages.get(storage._cdata)
-                if known is None:
+                fake_storage = self._storages.get(storage._cdata)
+                if fake_storage is None:
                     whole = torch.empty(storage.nbytes(), dtype=torch.uint8, device="cpu")
-                    known = self._storages[storage._cdata] = (whole, storage)
-                base = known[0].view(tensor.dtype) if known[0].numel() else known[0].to(tensor.dtype)
+                    fake_storage = self._storages[storage._cdata] = (whole, storage)
+                base = (
+                    fake_storage[0].view(tensor.dtype)
+                    if fake_storage[0].numel()
+                    else fake_storage[0].to(tensor.dtype)
+                )
                 made = base.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
                 # A view in autograd's eyes would not be a leaf.
                 return made.detach().requires_grad_(tensor.requires_grad and tensor.is_leaf)
@@ -134,7 +138,7 @@ def repeated_blocks(model: nn.Module) -> tuple[Blocks, ...]:
     A block has child modules and parameters; two have one structure if their modules have the same names
     and types, and their parameters the same shapes and types.
     """
-    found: list[Blocks] = []
+    blocks: list[Blocks] = []
     inside: list[str] = []
     for name, module in walk(model):
         if any(name == block or name.startswith(f"{block}.") for block in inside):
@@ -147,9 +151,9 @@ def repeated_blocks(model: nn.Module) -> tuple[Blocks, ...]:
         for members in groups.values():
             if len(members) > 1:
                 names = tuple(full for full, _ in members)
-                found.append(Blocks(parent=name, type=type(members[0][1]).__name__, names=names))
+                blocks.append(Blocks(parent=name, type=type(members[0][1]).__name__, names=names))
                 inside += names
-    return tuple(found)
+    return tuple(blocks)
 
 
 def checkpoint_modules(

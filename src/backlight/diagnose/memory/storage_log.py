@@ -76,10 +76,10 @@ class StorageLog:
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleMemory:
-    """Bytes of a module at the peak: its own, those by kind, and inclusive of the modules inside it."""
+    """Bytes of a module at the peak: exclusive, those by kind, and inclusive of the modules inside it."""
 
     name: str
-    own: int
+    exclusive: int
     inclusive: int
     kinds: dict[Kind, int]
 
@@ -152,41 +152,43 @@ class Account:
 
     def kinds(self) -> dict[Kind, int]:
         """Return the bytes at the peak by kind, every kind listed."""
-        found = dict.fromkeys(Kind, 0)
+        by_kind = dict.fromkeys(Kind, 0)
         for index in self.live:
-            found[self.log.storages[index].kind] += int(self.sizes[index])
-        return found
+            by_kind[self.log.storages[index].kind] += int(self.sizes[index])
+        return by_kind
 
     def phase_peaks(self) -> dict[str, int]:
         """Return the highest point of each phase of the steps."""
-        found: dict[str, int] = {}
+        peaks: dict[str, int] = {}
         borders = [*self.log.phases, (len(self.log.events), "")]
         for (begin, name), (end, _) in pairwise(borders):
             part = self.curve[max(0, begin - self.start) : max(0, end - self.start)]
             if len(part):
-                found[name] = max(found.get(name, 0), int(part.max()))
-        return found
+                peaks[name] = max(peaks.get(name, 0), int(part.max()))
+        return peaks
 
     def modules(self) -> list[ModuleMemory]:
-        """Return the modules that hold memory at the peak, the largest own first.
+        """Return the modules that hold memory at the peak, the largest without those inside it first.
 
         A storage is held by the innermost module that allocated it.
         """
-        own: defaultdict[str, Counter[Kind]] = defaultdict(Counter)
+        exclusive: defaultdict[str, Counter[Kind]] = defaultdict(Counter)
         inclusive: Counter[str] = Counter()
         for index in self.live:
             storage, size = self.log.storages[index], int(self.sizes[index])
-            own[storage.module][storage.kind] += size
+            exclusive[storage.module][storage.kind] += size
             above = storage.module
             inclusive[above] += size
             while above:
                 above = above.rpartition(".")[0]
                 inclusive[above] += size
         modules = [
-            ModuleMemory(name=name, own=own[name].total(), inclusive=total, kinds=dict(own[name]))
+            ModuleMemory(
+                name=name, exclusive=exclusive[name].total(), inclusive=total, kinds=dict(exclusive[name])
+            )
             for name, total in inclusive.items()
         ]
-        return sorted(modules, key=lambda module: (-module.own, module.name))
+        return sorted(modules, key=lambda module: (-module.exclusive, module.name))
 
     def largest(self, count: int) -> list[TensorGroup]:
         """Return the largest live tensors at the peak, equal ones grouped."""
@@ -194,14 +196,14 @@ class Account:
         for index in self.live:
             s = self.log.storages[index]
             groups.setdefault((s.kind, s.module, s.operation, s.shape, s.dtype), []).append(index)
-        found = [
+        tensors = [
             TensorGroup(
                 kind=kind, module=module, operation=operation, shape=shape, dtype=dtype,
                 count=len(ids), bytes=int(self.sizes[ids].sum()),
             )
             for (kind, module, operation, shape, dtype), ids in groups.items()
         ]  # fmt: skip
-        return sorted(found, key=lambda group: -group.bytes)[:count]
+        return sorted(tensors, key=lambda group: -group.bytes)[:count]
 
     def new_gradients(self) -> int:
         """Return the bytes of the gradients that the steps allocate; DDP's buckets take as much."""

@@ -67,11 +67,11 @@ def _walk(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     leaves: dict[int, int] = {}
 
     def number(node: Any) -> int:
-        found = index.get(node)
-        if found is None:
-            found = index[node] = len(index)
+        place = index.get(node)
+        if place is None:
+            place = index[node] = len(index)
             pending.append(node)
-        return found
+        return place
 
     for tensor in tensors:
         node = tensor.grad_fn
@@ -137,12 +137,12 @@ class Flow:
     def use(self, number: int) -> Use:
         """Follow one leaf through every operation as long as a gradient could come back."""
         use = Use()
-        seen, found, stack = {number}, set(), [number]
+        seen, visited, stack = {number}, set(), [number]
         while stack:
             for position in self._consumers.get(stack.pop(), ()):
-                if position in found:
+                if position in visited:
                     continue
-                found.add(position)
+                visited.add(position)
                 operation = self.operations[position]
                 if any(n == number for n, _ in operation.changed):
                     continue  # a leaf is filled, as initialisation does: that is no use of its value

@@ -105,7 +105,7 @@ class MissingGradientObserver(ScriptObserver):
                 self.answer.nodes = max(self.answer.nodes, len(self._graph))
                 self._explain_before(roots, self._graph)
         if self.backwards == 1:
-            self._early(self._known(before=True), line)
+            self._early(self._explained(before=True), line)
         self._nones.clear()
         self._tape.in_backward = True
 
@@ -185,23 +185,25 @@ class MissingGradientObserver(ScriptObserver):
     def _check_parameters(self) -> None:
         optimizers = HUB.optimizers.alive()
         self._num_optimizers = max(self._num_optimizers, len(optimizers))
-        held = {id(p): n for n, o in enumerate(optimizers) for g in o.param_groups for p in g["params"]}
-        own = {id(c.parameter) for c in self._candidates}
+        optimizer_of = {
+            id(p): n for n, o in enumerate(optimizers) for g in o.param_groups for p in g["params"]
+        }
+        candidates = {id(c.parameter) for c in self._candidates}
         self._stale = {}
         for number, optimizer in enumerate(optimizers):
-            unknown = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in own]
+            unknown = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in candidates]
             if unknown:
                 self._stale[number] = [tuple(p.shape) for p in unknown]
         for candidate in self._candidates:
             row = self._row(candidate)
             parameter = candidate.parameter
             row.arrived |= parameter.grad is not None
-            row.held |= id(parameter) in held
+            row.in_optimizer |= id(parameter) in optimizer_of
             if not parameter.requires_grad:
                 frozen = self._tape.frozen_at.get(id(parameter))
                 line = frozen[1] if frozen is not None and frozen[0]() is parameter else None
-                row.keep(reasons.frozen(line, held.get(id(parameter))), "before backward")
-            elif row.arrived and not row.held and optimizers:
+                row.keep(reasons.frozen(line, optimizer_of.get(id(parameter))), "before backward")
+            elif row.arrived and not row.in_optimizer and optimizers:
                 row.keep(
                     reasons.not_held(parameter, optimizers, self._stale, self._registration_lines),
                     "at the optimizer",
@@ -258,9 +260,9 @@ class MissingGradientObserver(ScriptObserver):
                 if not row.arrived and row.reason is not None and row.reason.cause is Cause.UNDETERMINED:
                     self._explain_recomputed(row, candidate)
                 continue
-            given = next((none for none, nodes in below if leaf in nodes), None)
-            if given is not None:
-                reason = reasons.none_returned(given)
+            returned = next((none for none, nodes in below if leaf in nodes), None)
+            if returned is not None:
+                reason = reasons.none_returned(returned)
             else:
                 text = "reached, but no gradient arrived: backward(inputs=...) or a hook may have kept it"
                 reason = Reason(Cause.UNDETERMINED, text, None, 1)
@@ -276,22 +278,29 @@ class MissingGradientObserver(ScriptObserver):
 
     # The answer
 
-    def _known(self, *, before: bool = False) -> list[Row]:
-        trained = {r.root for r in self._rows.values() if r.held or r.arrived or (before and r.reached)}
+    def _explained(self, *, before: bool = False) -> list[Row]:
+        trained = {
+            r.root for r in self._rows.values() if r.in_optimizer or r.arrived or (before and r.reached)
+        }
         rows = [r for r in self._rows.values() if r.root in trained or not trained]
         rows = [r for r in (*rows, *self._plain) if r.reason is not None]
         if before:
             return [
                 r for r in rows if not r.arrived and r.reason and r.reason.cause is not Cause.UNDETERMINED
             ]
-        return [r for r in rows if not r.arrived or not (r.held or not self._num_optimizers)]
+        return [r for r in rows if not r.arrived or not (r.in_optimizer or not self._num_optimizers)]
 
     def _complete(self) -> None:
         answer = self.answer
         answer.steps, answer.backwards = self.steps + self._stepped, self.backwards
-        rows = self._known()
+        rows = self._explained()
         for row in self._rows.values():
-            if row.arrived and row.held and row.reason is not None and row.reason.cause is not Cause.FROZEN:
+            if (
+                row.arrived
+                and row.in_optimizer
+                and row.reason is not None
+                and row.reason.cause is not Cause.FROZEN
+            ):
                 row.reason = None
         answer.rows = [r for r in rows if r.reason is not None]
         answer.watched = sum(row.reference is not None for row in self._rows.values())

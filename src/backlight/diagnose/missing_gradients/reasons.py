@@ -58,7 +58,7 @@ class Row:
     aliases: tuple[str, ...] = ()
     arrived: bool = False
     reached: bool = False
-    held: bool = False
+    in_optimizer: bool = False
     reason: Reason | None = None
     when: str = ""
 
@@ -221,7 +221,15 @@ def nonleaf_parameters(
             text = f"not a leaf: computed by {producer.name}, so it is no parameter and gets no .grad"
             reason = Reason(Cause.NON_LEAF, text, producer.line, 5)
             rows.append(
-                Row(name, tuple(tensor.shape), None, -1, held=True, reason=reason, when="before backward")
+                Row(
+                    name,
+                    tuple(tensor.shape),
+                    None,
+                    -1,
+                    in_optimizer=True,
+                    reason=reason,
+                    when="before backward",
+                )
             )
     return rows
 
@@ -234,6 +242,6 @@ def nonleaf_grad_reads(reads: Iterable[GradRead]) -> list[Row]:
         made = read.producer.line if read.producer is not None else None
         text = f"not a leaf: it is computed, so backward leaves nothing in its .grad, read at {read.line}"
         reason = Reason(Cause.NON_LEAF, text, made or read.line, 5)
-        row = Row(name, read.shape, None, -1, held=True, reason=reason, when="after backward")
+        row = Row(name, read.shape, None, -1, in_optimizer=True, reason=reason, when="after backward")
         rows.setdefault(str(read.line), row)
     return list(rows.values())

@@ -170,10 +170,10 @@ class Tape(OperationRecorder, TorchFunctionMode):
 
     def number(self, tensor: torch.Tensor) -> int:
         """Return the number of ``tensor`` on the tape."""
-        known = self._numbers.get(id(tensor))
+        numbered = self._numbers.get(id(tensor))
         # An id may have been taken over by a new tensor after the old one was freed.
-        if known is not None and known[0]() is tensor:
-            return known[1]
+        if numbered is not None and numbered[0]() is tensor:
+            return numbered[1]
         self._next += 1
         self._numbers[id(tensor)] = (weakref.ref(tensor), self._next)
         return self._next
@@ -294,8 +294,8 @@ def _watch_backward(
     sequence = node._sequence_nr()
     name = cls.__name__
 
-    def after(grads: tuple[Any, ...], given: tuple[Any, ...]) -> None:
-        if all(g is None for g in given):
+    def after(grads: tuple[Any, ...], outputs: tuple[Any, ...]) -> None:
+        if all(g is None for g in outputs):
             return
         for edge, (grad, requires) in enumerate(zip(grads, requiring, strict=False)):
             if requires and grad is None:

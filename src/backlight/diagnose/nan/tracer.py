@@ -56,14 +56,14 @@ class NanOrigin:
 
 def find_ancestors(symptoms: Iterable[NonFiniteRecord]) -> list[NonFiniteRecord]:
     """Return the records that led to ``symptoms``, themselves included, in order of time."""
-    found: dict[int, NonFiniteRecord] = {}
+    by_id: dict[int, NonFiniteRecord] = {}
     stack = list(symptoms)
     while stack:
         record = stack.pop()
-        if id(record) not in found:
-            found[id(record)] = record
+        if id(record) not in by_id:
+            by_id[id(record)] = record
             stack.extend(record.parents)
-    return sorted(found.values(), key=lambda record: record.index)
+    return sorted(by_id.values(), key=lambda record: record.index)
 
 
 def find_origin(symptoms: Iterable[NonFiniteRecord]) -> NonFiniteRecord | None:
@@ -84,16 +84,16 @@ def describe_origin(
     """Return a record as an answer; ``modules`` holds names by ``id``, ``parameters`` by storage."""
     passed: list[str] = []
     descendants = {id(origin)}
-    own = modules.get(origin.module, "")
+    module = modules.get(origin.module, "")
     for record in records:
         if any(id(parent) in descendants for parent in record.parents):
             descendants.add(id(record))
             name = modules.get(record.module, "")
-            if record.phase == origin.phase and name and name != own and name not in passed:
+            if record.phase == origin.phase and name and name != module and name not in passed:
                 passed.append(name)
     constants = [r for r in find_ancestors([origin]) if r.kind == "constant" and r is not origin]
     constant = constants[0].line if constants else None
-    return NanOrigin(origin, step, symptom, own, parameters.get(origin.storage, ""), constant, passed)
+    return NanOrigin(origin, step, symptom, module, parameters.get(origin.storage, ""), constant, passed)
 
 
 class NanTracer(ScriptObserver):
@@ -110,7 +110,7 @@ class NanTracer(ScriptObserver):
         self.skipped_steps = 0  # by a gradient scaler
         # Non-finite values that reached nothing that matters, by operation and line.
         self.vanished = Counter[str]()
-        self.found: NanOrigin | None = None
+        self.origin: NanOrigin | None = None
 
     @property
     def operations(self) -> int:
@@ -126,8 +126,8 @@ class NanTracer(ScriptObserver):
         yield self._tracker
 
     def _complete(self) -> None:
-        if self.found is None:
-            self.found = self._pending or self._unused()
+        if self.origin is None:
+            self.origin = self._pending or self._unused()
         self._count_vanished()
         self._tracker.forget()
 
@@ -176,10 +176,10 @@ class NanTracer(ScriptObserver):
                 # No operation of this process made it so: a reduction brings it from another rank.
                 origin = self._tracker.from_other_rank(dict(named)[lost[0]])
             symptom = "loss" if self._loss_record is not None else "gradients"
-            found = self._describe(origin, symptom)
+            described = self._describe(origin, symptom)
             # What a reduction over ranks wrote has no record.
-            found.parameters = [*bad, *(name for name in lost if name not in bad)]
-            self._pending = self._pending or found
+            described.parameters = [*bad, *(name for name in lost if name not in bad)]
+            self._pending = self._pending or described
         if sys.exception() is None and (not self._scaling or symptom == "loss"):
             self._conclude()
 
@@ -216,8 +216,8 @@ class NanTracer(ScriptObserver):
         self._tracker.phase = "forward"
         self._stepped = True
         with self._tracker.pause():
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            bad = self._records((name, p) for name, p in self._parameters() if id(p) in held)
+            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            bad = self._records((name, p) for name, p in self._parameters() if id(p) in stepped)
             origin = find_origin(bad.values())
             if origin is not None:
                 self._pending = self._describe(origin, "parameters")
@@ -230,7 +230,7 @@ class NanTracer(ScriptObserver):
     # The answer
 
     def _conclude(self) -> None:
-        self.found, self._pending = self._pending, None
+        self.origin, self._pending = self._pending, None
         self._tracker.paused = True
         self._end()
 
@@ -244,8 +244,8 @@ class NanTracer(ScriptObserver):
 
     def _records(self, named: Iterable[tuple[str, Tensor]]) -> dict[str, NonFiniteRecord]:
         """Return the records of the non-finite tensors by name, in order of time."""
-        found = {name: record for name, t in named if (record := self._tracker.record_of(t)) is not None}
-        return dict(sorted(found.items(), key=lambda pair: pair[1].index))
+        records = {name: record for name, t in named if (record := self._tracker.record_of(t)) is not None}
+        return dict(sorted(records.items(), key=lambda pair: pair[1].index))
 
     def _describe(self, origin: NonFiniteRecord, symptom: str) -> NanOrigin:
         names = module_names(named_roots(HUB.seen))
@@ -256,13 +256,13 @@ class NanTracer(ScriptObserver):
         origins = [r for r in self._tracker.records if r.kind == "origin" and r.nan]
         if not origins:
             return None
-        found = self._describe(origins[0], "nothing")
-        found.notes.append("no backward followed: the script ended, or does not use the value")
-        return found
+        described = self._describe(origins[0], "nothing")
+        described.notes.append("no backward followed: the script ended, or does not use the value")
+        return described
 
     def _count_vanished(self) -> None:
         for record in self._tracker.records:
             if record.kind == "origin" and (
-                self.found is None or str(record.line) != str(self.found.record.line)
+                self.origin is None or str(record.line) != str(self.origin.record.line)
             ):
                 self.vanished[f"{record.operation} at {record.line}"] += 1

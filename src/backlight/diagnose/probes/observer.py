@@ -155,10 +155,12 @@ def probe_labels(step: Step, rate: float, rows: int, deadline: float) -> ProbeRe
     if rows < MIN_ROWS:
         why = "its loss is none of torch's" if not rows else f"the batch has {rows} targets"
         return ProbeResult(Probe.LABELS, Outcome.NOT_PROBED, f"{why}; expected at least {MIN_ROWS}")
-    own = _fall(trained(step, rate, STEPS, deadline)[0])
+    ordered = _fall(trained(step, rate, STEPS, deadline)[0])
     shuffled = sorted(_fall(trained(step, rate, STEPS, deadline, seed)[0]) for seed in range(1, SHUFFLES + 1))
-    numbers = f"the loss falls by {own:.3g}, with shuffled labels by {shuffled[0]:.3g} to {shuffled[-1]:.3g}"
-    if own > shuffled[-1]:
+    numbers = (
+        f"the loss falls by {ordered:.3g}, with shuffled labels by {shuffled[0]:.3g} to {shuffled[-1]:.3g}"
+    )
+    if ordered > shuffled[-1]:
         text = f"labels are learned faster in their own order: {numbers}"
         return ProbeResult(Probe.LABELS, Outcome.PASSED, text)
     text = f"unrelated to the inputs, or too few to learn how: {numbers}"
@@ -234,13 +236,13 @@ class ProbeObserver(ScriptObserver):
         try:
             if devices.is_in_use():
                 with HUB.aside():
-                    found = _answers(step, self._probes)
+                    answers = _answers(step, self._probes)
             else:
-                found = in_child(lambda: _in_child(step, self._probes), TIMEOUT_S)
+                answers = in_child(lambda: _in_child(step, self._probes), TIMEOUT_S)
         except (ChildError, TapeError, RuntimeError) as error:
             self._fail(f"the replay {error}" if isinstance(error, ChildError) else str(error))
             return
-        self.results = [ProbeResult(Probe(p), Outcome(o), text) for p, o, text in found]
+        self.results = [ProbeResult(Probe(p), Outcome(o), text) for p, o, text in answers]
 
     def _fail(self, why: str) -> None:
         self.results = [ProbeResult(p, Outcome.NOT_PROBED, why) for p in Probe if p in self._probes]
@@ -254,15 +256,15 @@ def _in_child(step: Step, probes: frozenset[Probe]) -> list[tuple[str, str, str]
 
 
 def _answers(step: Step, probes: frozenset[Probe]) -> list[tuple[str, str, str]]:
-    found: list[ProbeResult] = []
+    results: list[ProbeResult] = []
     with torch.enable_grad():
         if probes & {Probe.FUTURE, Probe.TARGETS, Probe.THROUGH_TIME}:
-            found += _sequence(step, probes)
+            results += _sequence(step, probes)
         if Probe.OVERFIT in probes:
-            found += _attempt((Probe.OVERFIT, Probe.LABELS), lambda: probe_one_batch(step))
+            results += _attempt((Probe.OVERFIT, Probe.LABELS), lambda: probe_one_batch(step))
         if Probe.RECOMPUTATION in probes:
-            found += _attempt((Probe.RECOMPUTATION,), lambda: [_recomputation(step)])
-    return [(one.probe.value, one.outcome.value, one.text) for one in found]
+            results += _attempt((Probe.RECOMPUTATION,), lambda: [_recomputation(step)])
+    return [(result.probe.value, result.outcome.value, result.text) for result in results]
 
 
 def _sequence(step: Step, probes: frozenset[Probe]) -> list[ProbeResult]:
@@ -274,7 +276,7 @@ def _sequence(step: Step, probes: frozenset[Probe]) -> list[ProbeResult]:
     def ask() -> list[ProbeResult]:
         with restored_state(step.modules()):
             sequences = Sequences.of(step)
-            return [one(sequences) for one in chosen.values()]
+            return [probe(sequences) for probe in chosen.values()]
 
     return _attempt(tuple(chosen), ask)
 

@@ -66,7 +66,7 @@ def _verdict(result: ProfileResult) -> str:
         return f"{line}, limited by the device (busy {percent(1 - result.device.idle)}){kind}"
     name, phase = max(result.phases.items(), key=lambda item: item[1].share)
     line += f", mostly {name.replace('_', ' ')} ({percent(phase.share)})"
-    top = next((one for one in result.lines or () if one.phase == name and one.line), None)
+    top = next((row for row in result.lines or () if row.phase == name and row.line), None)
     where = "" if top is None else f": {line_text(top)}"
     causes = find_causes(result)
     return f"{line}{where}; {cause_line(causes[0])}" if causes else f"{line}{where}"
@@ -78,16 +78,18 @@ def _facts(result: ProfileResult) -> list[str]:
     # Shares of the median step add up to it; medians of the phases do not.
     phases = ", ".join(f"{name.replace('_', ' ')} {p.share * step:.1f}" for name, p in result.phases.items())
     above = _verdict(result)
-    lines = [one for one in result.lines or () if one.line and one.ms >= LINE_SHARE * step]
-    lines = [one for one in lines if line_text(one) not in above]
+    lines = [row for row in result.lines or () if row.line and row.ms >= LINE_SHARE * step]
+    lines = [row for row in lines if line_text(row) not in above]
     copies = [row for row in result.copies or () if row.share >= LIMITS.copy][:1]
     off = [row.name for row in result.optimizations if row.state == "off"]
     named = {
-        **{f"cause {number}": cause_line(one) for number, one in enumerate(find_causes(result)[1:], 2)},
+        **{f"cause {number}": cause_line(cause) for number, cause in enumerate(find_causes(result)[1:], 2)},
         "single values": read_line(result),
         "phases, ms": f"{phases} ({count(result.warmup_dropped, 'warm-up step')} dropped)" if phases else "",
-        **{f"line {number}": line_text(one) for number, one in enumerate(lines[:LINES], 1)},
-        "optimizers, ms": ", ".join(f"{one.type} {one.median_ms:.2f}" for one in result.optimizers),
+        **{f"line {number}": line_text(row) for number, row in enumerate(lines[:LINES], 1)},
+        "optimizers, ms": ", ".join(
+            f"{optimizer.type} {optimizer.median_ms:.2f}" for optimizer in result.optimizers
+        ),
         "device": result.device.statement if result.device is not None else "",
         "kinds of operation": _shares([(row.name, row.share) for row in result.kinds or ()]),
         "self time of modules": _modules(result),
@@ -113,11 +115,11 @@ def line_text(row: LineTime) -> str:
 
 
 def _modules(result: ProfileResult) -> str:
-    own = {
+    exclusive = {
         m.name or "(model)": m.forward_exclusive_ms + m.backward_exclusive_ms for m in result.modules or ()
     }
-    whole = sum(own.values()) or 1.0
-    return _shares(sorted(((name, ms / whole) for name, ms in own.items()), key=lambda row: -row[1]))
+    whole = sum(exclusive.values()) or 1.0
+    return _shares(sorted(((name, ms / whole) for name, ms in exclusive.items()), key=lambda row: -row[1]))
 
 
 def _throughput(result: ProfileResult) -> str:
@@ -162,8 +164,8 @@ def find_causes(result: ProfileResult) -> list[Cause]:
     """Return the causes that a profile shows, the largest first."""
     if result.step is None:
         return []
-    found = (cause for find in (_workers, _reads, _tiny, _saving) for cause in find(result))
-    return sorted((one for one in found if one.share >= CAUSE_SHARE), key=lambda one: -one.share)
+    causes = (cause for find in (_workers, _reads, _tiny, _saving) for cause in find(result))
+    return sorted((cause for cause in causes if cause.share >= CAUSE_SHARE), key=lambda cause: -cause.share)
 
 
 def _workers(result: ProfileResult) -> Iterator[Cause]:

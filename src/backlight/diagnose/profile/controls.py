@@ -93,31 +93,31 @@ def find_suspicions(profile: Profile) -> list[Suspicion]:
     """Return what a profile suggests and a control can refute."""
     share = {name: phase.share for name, phase in profile.result.phases.items()}
     state = {row.name: row.state for row in profile.result.optimizations}
-    found = []
+    suspicions = []
     if share.get("data", 0) > LIMITS.data:
         claim = f"waiting for data takes {share['data']:.0%} of a step"
-        found.append(Suspicion(CACHED_BATCH, claim, share["data"]))
+        suspicions.append(Suspicion(CACHED_BATCH, claim, share["data"]))
     if share.get("clip", 0) > LIMITS.clip:
         claim = f"clipping takes {share['clip']:.0%} of a step"
-        found.append(Suspicion(NO_CLIPPING, claim, share["clip"]))
+        suspicions.append(Suspicion(NO_CLIPPING, claim, share["clip"]))
     if share.get("optimizer", 0) > LIMITS.optimizer and state.get("fused optimizer") == OFF:
         claim = f"the optimizer loops over parameters and takes {share['optimizer']:.0%} of a step"
-        found.append(Suspicion(FUSED_OPTIMIZER, claim, share["optimizer"]))
+        suspicions.append(Suspicion(FUSED_OPTIMIZER, claim, share["optimizer"]))
     live = profile.observed.live
     if live is not None and live.threads > 1 and (live.threads > live.cores or _has_short_calls(profile)):
         why = "more than there are cores" if live.threads > live.cores else "for operations that are short"
-        found.append(Suspicion(ONE_THREAD, f"{live.threads} threads compute, {why}", None))
+        suspicions.append(Suspicion(ONE_THREAD, f"{live.threads} threads compute, {why}", None))
     by_line: dict[str, float] = {}
     for row in profile.operations.copies if profile.operations is not None else ():
         matched = _LINE.match(row.line)
         if matched:
             by_line[matched["line"]] = by_line.get(matched["line"], 0.0) + row.share
-    found += [
+    suspicions += [
         Suspicion(WITHOUT_LINE, f"copies of {Path(line).name} take {spent:.0%} of a traced step", spent, line)
         for line, spent in sorted(by_line.items(), key=lambda entry: -entry[1])
         if spent > LIMITS.copy
     ]
-    return found
+    return suspicions
 
 
 def _has_short_calls(profile: Profile) -> bool:
@@ -185,24 +185,24 @@ def _run(profile: Profile, options: ProfileOptions, suspicion: Suspicion, *, mod
 def _evaluate(
     suspicion: Suspicion, without: list[float], with_control: list[float], pairs: int
 ) -> ControlResult:
-    found = paired_difference(without, with_control, CONFIDENCE)
-    bounds = f"{found.ratio:.2f} of the time ({found.low:.2f} to {found.high:.2f}, {pairs} pairs of runs)"
+    change = paired_difference(without, with_control, CONFIDENCE)
+    bounds = f"{change.ratio:.2f} of the time ({change.low:.2f} to {change.high:.2f}, {pairs} pairs of runs)"
     effect = 1 - (suspicion.expected or MIN_EFFECT)
-    if found.high < 1:
+    if change.high < 1:
         outcome = "confirmed"
-        saved = f"{1 - found.ratio:.0%} of a step, {1 - found.high:.0%} to {1 - found.low:.0%}"
+        saved = f"{1 - change.ratio:.0%} of a step, {1 - change.high:.0%} to {1 - change.low:.0%}"
         text = (
             f"confirmed: {suspicion.claim}; with the control ({suspicion.name}) a step takes {bounds}: "
             f"it costs {saved}"
         )
     else:
-        outcome = "undecided" if found.low <= effect else "withdrawn"
+        outcome = "undecided" if change.low <= effect else "withdrawn"
         text = f"{outcome}: {suspicion.claim}, but with the control ({suspicion.name}) a step takes {bounds}"
         if outcome == "undecided":
             text += f"; 1 and {effect:.2f} are both possible: raise --pairs or --timed"
     return ControlResult(
         **vars(suspicion), pairs=pairs, text=text, outcome=outcome,
-        ratio=found.ratio, low=found.low, high=found.high,
+        ratio=change.ratio, low=change.low, high=change.high,
     )  # fmt: skip
 
 
@@ -211,8 +211,8 @@ def control_from_environment() -> Control | None:
     text = os.environ.get(VARIABLE)
     if not text:
         return None
-    found = json.loads(text)
-    return Control(found["name"], found.get("line", ""), on=bool(found["on"]))
+    described = json.loads(text)
+    return Control(described["name"], described.get("line", ""), on=bool(described["on"]))
 
 
 class Control(AbstractContextManager["Control"]):
@@ -252,7 +252,7 @@ class Control(AbstractContextManager["Control"]):
     def _cache_batches(self) -> None:
         """Repeat the first batch of each data set, as many times as the loader has batches."""
         kept: dict[int, Any] = {}
-        given: dict[int, int] = {}
+        yielded: dict[int, int] = {}
 
         def wrap(original: Any) -> Any:
             @functools.wraps(original)
@@ -261,13 +261,13 @@ class Control(AbstractContextManager["Control"]):
                 if not self._on or source not in kept:
                     kept[source] = item = original(iterator)
                     return item
-                given[id(iterator)] = given.get(id(iterator), 0) + 1
+                yielded[id(iterator)] = yielded.get(id(iterator), 0) + 1
                 try:
                     length = len(iterator)
                 except TypeError:
                     length = sys.maxsize  # an iterable data set has no length
-                if given[id(iterator)] > length:
-                    del given[id(iterator)]
+                if yielded[id(iterator)] > length:
+                    del yielded[id(iterator)]
                     raise StopIteration
                 return kept[source]
 

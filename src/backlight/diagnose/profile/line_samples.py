@@ -143,7 +143,7 @@ class LineSampler:
 
     def _run(self) -> None:
         began = last = clock.perf_counter()
-        known: dict[Stack, Stack] = {}
+        stacks: dict[Stack, Stack] = {}
         at = 0.0
         try:
             while not self._goes_on.acquire(timeout=PERIOD_S * (0.5 + at)):
@@ -151,7 +151,7 @@ class LineSampler:
                 now, step, phase = clock.perf_counter(), self.step, self._phase()
                 with no_collection():
                     stack = _user_stack(self._ident)
-                self.samples.append(Sample(step, str(phase), known.setdefault(stack, stack), now - last))
+                self.samples.append(Sample(step, str(phase), stacks.setdefault(stack, stack), now - last))
                 last = now
         except Exception as error:  # noqa: BLE001 - never break the user's training
             self.error = error
@@ -160,9 +160,9 @@ class LineSampler:
 
 def _user_stack(ident: int) -> Stack:
     frame = sys._current_frames().get(ident)
-    found = user_frames(frame)
-    if found or frame is None:
-        return found
+    frames = user_frames(frame)
+    if frames or frame is None:
+        return frames
     line = user_line(frame)  # a script that is an installed package
     return () if line is None else (Frame(line.path, line.number, line.function),)
 
@@ -172,45 +172,45 @@ def settle(samples: Sequence[Sample], steps: Sequence[StepTime], profile: StepPr
 
     What follows a forward is loss only if a backward came, which was not known at the moment of the sample.
     """
-    found = []
-    for one in samples:
-        if not profile.warmup <= one.step < len(steps):
+    settled = []
+    for sample in samples:
+        if not profile.warmup <= sample.step < len(steps):
             continue
-        phase = one.phase
-        if phase == Phase.LOSS and phase not in steps[one.step].phases:
+        phase = sample.phase
+        if phase == Phase.LOSS and phase not in steps[sample.step].phases:
             phase = Phase.OTHER
         if phase == Phase.OTHER and phase not in profile.phases:
             phase = "between"
         if phase in profile.phases:
-            found.append(Sample(one.step, str(phase), one.stack, one.seconds))
-    return found
+            settled.append(Sample(sample.step, str(phase), sample.stack, sample.seconds))
+    return settled
 
 
 def line_times(samples: Sequence[Sample], profile: StepProfile) -> tuple[LineTime, ...]:
     """Return the lines of every phase, those with the most time first."""
-    seconds, counts = _weigh(samples, lambda one: one.stack[0] if one.stack else None)
-    found = []
+    seconds, counts = _weigh(samples, lambda sample: sample.stack[0] if sample.stack else None)
+    times = []
     for (phase, frame), (share, ms) in _scaled(seconds, profile).items():
         line, function = ("", "") if frame is None else (_location(frame), frame.function)
         # A function inside another has the name of that in front.
         function = function.rpartition("<locals>.")[2]
-        found.append(LineTime(phase, line, function, counts[phase, frame], share, ms))
-    return tuple(sorted(found, key=lambda one: -one.ms))
+        times.append(LineTime(phase, line, function, counts[phase, frame], share, ms))
+    return tuple(sorted(times, key=lambda line: -line.ms))
 
 
 def stack_times(samples: Sequence[Sample], profile: StepProfile) -> tuple[StackTime, ...]:
     """Return the stacks of every phase, those with the most time first."""
-    seconds, _ = _weigh(samples, lambda one: one.stack)
-    found = [
+    seconds, _ = _weigh(samples, lambda sample: sample.stack)
+    stacks = [
         StackTime(phase, tuple((_location(f).rpartition(":")[0], *f[1:]) for f in reversed(stack)), ms)
         for (phase, stack), (_, ms) in _scaled(seconds, profile).items()
     ]
-    return tuple(sorted(found, key=lambda one: -one.ms))
+    return tuple(sorted(stacks, key=lambda times: -times.ms))
 
 
 def sampling(sampler: LineSampler, samples: Sequence[Sample]) -> Sampling:
     """Return the extent of what was sampled."""
-    gap = max((one.seconds for one in samples), default=0.0)
+    gap = max((sample.seconds for sample in samples), default=0.0)
     return Sampling(len(samples), sampler.cost, 1e3 * gap, 1e3 * sampler.delay_s)
 
 
@@ -223,10 +223,10 @@ def speedscope(name: str, stacks: Sequence[StackTime]) -> dict[str, Any]:
 
     rows = [
         [
-            number(one.phase.replace("_", " ")),
-            *(number(f"{name} ({PurePath(file).name}:{at})", file, at) for file, at, name in one.frames),
+            number(times.phase.replace("_", " ")),
+            *(number(f"{name} ({PurePath(file).name}:{at})", file, at) for file, at, name in times.frames),
         ]
-        for one in stacks
+        for times in stacks
     ]  # fmt: skip
     return {
         "$schema": SCHEMA,
@@ -244,9 +244,9 @@ def speedscope(name: str, stacks: Sequence[StackTime]) -> dict[str, Any]:
                 "name": "host time of a step",
                 "unit": "milliseconds",
                 "startValue": 0,
-                "endValue": sum(one.ms for one in stacks),
+                "endValue": sum(times.ms for times in stacks),
                 "samples": rows,
-                "weights": [one.ms for one in stacks],
+                "weights": [times.ms for times in stacks],
             }
         ],
     }
@@ -261,9 +261,9 @@ def _weigh(
 ) -> tuple[dict[tuple[str, Any], float], Counter[tuple[str, Any]]]:
     seconds: defaultdict[tuple[str, Any], float] = defaultdict(float)
     counts: Counter[tuple[str, Any]] = Counter()
-    for one in samples:
-        at = (one.phase, key(one))
-        seconds[at] += one.seconds
+    for sample in samples:
+        at = (sample.phase, key(sample))
+        seconds[at] += sample.seconds
         counts[at] += 1
     return seconds, counts
 
@@ -277,8 +277,8 @@ def _scaled(
     whole: defaultdict[str, float] = defaultdict(float)
     for (phase, _), spent in seconds.items():
         whole[phase] += spent
-    found = {}
+    scaled = {}
     for (phase, key), spent in seconds.items():
         share = spent / whole[phase] if whole[phase] else 0.0
-        found[phase, key] = share, share * profile.phases[phase].share * profile.step.median_ms
-    return found
+        scaled[phase, key] = share, share * profile.phases[phase].share * profile.step.median_ms
+    return scaled

@@ -287,8 +287,10 @@ class ProfileObserver(StepObserver):
             )
         self.observed.live = read_live_objects(self.forwards.models, optimizers)
         number = self.scope.number
-        self.observed.optimizers = {number(one): type(one).__name__ for one in optimizers}
-        groups = [group for one in optimizers for group in optimizer_groups(one, number(one))]
+        self.observed.optimizers = {number(optimizer): type(optimizer).__name__ for optimizer in optimizers}
+        groups = [
+            group for optimizer in optimizers for group in optimizer_groups(optimizer, number(optimizer))
+        ]
         self.observed.description = Description(
             take_fingerprint(self.scope, self._arguments),
             tuple(self.scope.table.records),

@@ -161,30 +161,30 @@ def _read_trace(path: Path, observed: Observed) -> tuple[Operations, Attribution
 
 def _unevaluated(options: ProfileOptions, summary: StepProfile, observed: Observed) -> list[str]:
     """Return which lines and findings are not evaluated, because there are too few steps."""
-    limits, found = BottleneckLimits(), []
+    limits, reasons = BottleneckLimits(), []
     steady = summary.step.steps if summary.step is not None else 0
     if options.keep and steady < limits.steady_steps:
-        found.append(
+        reasons.append(
             f"findings on phase times: {steady} steady steps, {limits.steady_steps} are needed (--timed)"
         )
     if observed.sampler is not None and summary.step is not None:
         if others := observed.sampler.others:
-            found.append(
+            reasons.append(
                 f"lines of Python to less than {1e3 * observed.sampler.delay_s:g} ms: "
                 f"{count(len(others), 'other thread')} ({listed(others)}) may hold the interpreter lock"
             )
         samples = len(settle(observed.sampler.samples, observed.steps, summary))
         if samples < MIN_SAMPLES:
             wanted = math.ceil(len(observed.steps) * MIN_SAMPLES / max(samples, 1))
-            found.append(
+            reasons.append(
                 f"lines: {samples} samples in the steady steps, {MIN_SAMPLES} are needed (--timed {wanted})"
             )
     if options.keep and options.traced and len(observed.traced) < limits.traced_steps:
-        found.append(
+        reasons.append(
             f"findings on idle time, communication and copies: {len(observed.traced)} traced steps, "
             f"{limits.traced_steps} are needed (--traced {limits.traced_steps})"
         )
-    return found
+    return reasons
 
 
 def _throughput_fields(

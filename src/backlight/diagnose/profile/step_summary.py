@@ -115,11 +115,11 @@ def summarize_steps(steps: Sequence[StepTime]) -> StepProfile:
     shares = np.median(table / table.sum(axis=1, keepdims=True), axis=0)
     shares /= shares.sum()
     is_separated = all(step.separated for step in kept)
-    found = {}
+    phases = {}
     for name, values, share in zip(names, table.T, shares.tolist(), strict=True):
         median = float(np.median(values))
         shown = name if is_separated or name != "other" else "between"
-        found[shown] = PhaseTime(
+        phases[shown] = PhaseTime(
             median * 1e3,
             float(np.quantile(values, 0.95)) * 1e3,
             float(np.median(np.abs(values - median))) * 1e3,
@@ -134,7 +134,7 @@ def summarize_steps(steps: Sequence[StepTime]) -> StepProfile:
         mad_ms=1e3 * whole.mad,
         steps=whole.count,
     )
-    return StepProfile(steady.first * 1e3, steady.warmup, steady.trouble, step, found, float(errors[worst]))
+    return StepProfile(steady.first * 1e3, steady.warmup, steady.trouble, step, phases, float(errors[worst]))
 
 
 def optimizer_times(
@@ -145,13 +145,13 @@ def optimizer_times(
         return ()
     kept = steps[profile.warmup :]
     whole = np.array([step.seconds for step in kept])
-    found = []
+    times = []
     for number, kind in sorted(types.items()):
         spent = np.array([step.optimizer_seconds.get(number, 0.0) for step in kept])
-        found.append(
+        times.append(
             OptimizerTime(number, kind, 1e3 * float(np.median(spent)), float(np.median(spent / whole)))
         )
-    return tuple(found)
+    return tuple(times)
 
 
 def _order(name: str) -> tuple[int, str]:
@@ -269,10 +269,10 @@ def find_attention(trace: Trace, steps: int) -> Attention | None:
     is_forward = timeline.phases != PHASES.index(Phase.BACKWARD)
     in_step = timeline.step_of(tree.start) >= 0
     rows = tree.rows[is_outermost & is_forward & in_step].tolist()
-    found = [call for row in rows if (call := _operations(events, row)) is not None]
-    if not found:
+    calls = [call for row in rows if (call := _operations(events, row)) is not None]
+    if not calls:
         return None
-    return Attention(len(found) / steps, sum(operations for operations, _ in found) / steps, found[0][1])
+    return Attention(len(calls) / steps, sum(operations for operations, _ in calls) / steps, calls[0][1])
 
 
 def _operations(events: Events, row: int) -> tuple[float, str] | None:

@@ -67,8 +67,8 @@ def _phase(name: str, point: Point) -> float | None:
 
 
 def _exponent(number: int, law: PowerLaw) -> str:
-    one = law.exponents[number]
-    return f"{one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
+    exponent = law.exponents[number]
+    return f"{exponent.value:.2f} ({exponent.low:.2f} to {exponent.high:.2f})"
 
 
 def _step(point: Point) -> str | None:
@@ -85,7 +85,7 @@ def _verdict(scaling: Scaling) -> str:
         done = sum(point.status in DONE for point in scaling.points)
         why = next(iter(scaling.notes), "see --json")
         return f"no growth fitted: {count(done, 'size')} of {len(scaling.points)} ran; {why}"
-    fastest = max(law.exponents, key=lambda one: one.value)
+    fastest = max(law.exponents, key=lambda exponent: exponent.value)
     if fastest.low <= 0:
         return (
             f"{_name(main)}: growth with {fastest.setting} is undecided: {_power(fastest)}; sweep more sizes"
@@ -109,15 +109,15 @@ def _facts(scaling: Scaling) -> list[str]:
     lines += [f"expected {_name(name)}: {_value(name, value)}" for name, value in scaling.expected.items()]
     main = sorted(scaling.laws, key=lambda law: law.quantity.startswith("phase"))
     lines += [
-        f"{_name(law.quantity)}: {', '.join(f'{one.setting} {_power(one)}' for one in law.exponents)}; "
+        f"{_name(law.quantity)}: {', '.join(f'{e.setting} {_power(e)}' for e in law.exponents)}; "
         f"misfit {percent(law.misfit)}"
         for law in main
     ]
     return [line for line in lines if line]
 
 
-def _power(one: Exponent) -> str:
-    return f"power {one.value:.2f} ({one.low:.2f} to {one.high:.2f})"
+def _power(exponent: Exponent) -> str:
+    return f"power {exponent.value:.2f} ({exponent.low:.2f} to {exponent.high:.2f})"
 
 
 def _where(point: Point) -> str:

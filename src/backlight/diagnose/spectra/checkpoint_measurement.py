@@ -51,17 +51,17 @@ def sweeps(
     open_sweeps: list[_OpenSweep] = []
     alone: list[list[int]] = []
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        owned, held = replicates * sizes[index], share * sizes[index]
+        owned, part = replicates * sizes[index], share * sizes[index]
         if owned > limit:
             alone.append([index])
             continue
-        sweep = next((s for s in open_sweeps if s.fits(owners[index], owned, held, limit)), None)
+        sweep = next((s for s in open_sweeps if s.fits(owners[index], owned, part, limit)), None)
         if sweep is None:
             sweep = _OpenSweep([], [0] * ranks, 0)
             open_sweeps.append(sweep)
         sweep.layers.append(index)
         sweep.owned[owners[index]] += owned
-        sweep.held += held
+        sweep.part += part
     return tuple(
         Sweep(tuple(layers), tuple(owners[i] for i in layers))
         for layers in [*alone, *(s.layers for s in open_sweeps)]
@@ -72,10 +72,10 @@ def sweeps(
 class _OpenSweep:
     layers: list[int]
     owned: list[int]
-    held: int
+    part: int
 
-    def fits(self, owner: int, owned: int, held: int, limit: int) -> bool:
-        return self.owned[owner] + owned <= limit and self.held + held <= limit
+    def fits(self, owner: int, owned: int, part: int, limit: int) -> bool:
+        return self.owned[owner] + owned <= limit and self.part + part <= limit
 
 
 class CheckpointMeasurement:
@@ -112,15 +112,15 @@ class CheckpointMeasurement:
     def sweep(self, layers: Sequence[Layer], sweep: Sweep, report: Callable[[str], None]) -> None:
         """Measure and write the layers of a sweep, reporting progress; errors are raised on every rank."""
         group, options = self.group, self.options
-        held = self._gradients([layers[i].parameter for i in sweep.layers], report)
+        replicates = self._gradients([layers[i].parameter for i in sweep.layers], report)
         report("sending replicates")
         owned: dict[int, list[Tensor]] = {}
         for index, owner in zip(sweep.layers, sweep.owners, strict=True):
             layer = layers[index]
-            held_here = held.pop(layer.parameter)
+            of_layer = replicates.pop(layer.parameter)
             gathered = group.gather_at(
                 owner,
-                [held_here[r] for r in sorted(held_here)],
+                [of_layer[r] for r in sorted(of_layer)],
                 [replicate % group.size for replicate in range(options.replicates)],
                 shape=(layer.rows, layer.columns),
                 dtype=self._dtype(layer),
@@ -140,15 +140,15 @@ class CheckpointMeasurement:
         """Return this rank's replicates of some layers, by layer and number."""
         group, options = self.group, self.options
         device = self.device or next(self.model.parameters()).device
-        held: dict[str, dict[int, Tensor]] = {name: {} for name in names}
+        by_layer: dict[str, dict[int, Tensor]] = {name: {} for name in names}
         problem: tuple[int, Exception] | None = None
-        own = self.data.digests
-        for count, replicate in enumerate(own):
-            report(f"gradient {count + 1} of {len(own)}")
+        digests = self.data.digests
+        for count, replicate in enumerate(digests):
+            report(f"gradient {count + 1} of {len(digests)}")
             try:
                 batch = moved(self.data.batch(replicate), device, options.torch_dtype)
                 seed_by(options.seed, "loss", replicate)
-                found = gradients(
+                matrices_of = gradients(
                     self.model, self.recipe.loss, batch, set(names), self.recipe.split, replicate=replicate
                 )
             except SpectraError as error:
@@ -163,14 +163,14 @@ class CheckpointMeasurement:
                 )
                 problem[1].__cause__ = error
                 break
-            for name, matrix in found.items():
-                held[name][replicate] = matrix
+            for name, matrix in matrices_of.items():
+                by_layer[name][replicate] = matrix
         group.raise_first(problem)
-        return held
+        return by_layer
 
     def _layer(self, layer: Layer, replicates: list[Tensor]) -> None:
         options, writer, name = self.options, self.writer, layer.parameter
-        found = spectral_echo(
+        echo = spectral_echo(
             replicates,
             layer=name,
             method=options.method,  # type: ignore[arg-type]  # check() knows it
@@ -180,11 +180,11 @@ class CheckpointMeasurement:
         )
         whole = layer.split_of or name
         weight = matrices(whole, self.recipe.split(whole, self.model.get_parameter(whole).detach()))[name]
-        record_arrays(writer, self.step, name, found)
+        record_arrays(writer, self.step, name, echo)
         # Only now is the layer marked as measured: after a kill between the two it is measured again.
         writer.flush()
         ranks = {"weight": stable_rank(weight, layer=name)}
-        record_measured(writer, self.step, name, found, batch=self.batch, stable_ranks=ranks)
+        record_measured(writer, self.step, name, echo, batch=self.batch, stable_ranks=ranks)
         writer.flush()
         if writer.lost is not None:
             raise SpectraError(f"{writer.lost}; run the same command again once that is fixed")
@@ -261,14 +261,14 @@ def check_data(group: RankGroup, recipe: Recipe, data: ReplicateData) -> tuple[f
             )
     first: dict[str, int] = {}
     for replicate in sorted(digests):
-        known = digests[replicate]
-        if known is None:
+        digest = digests[replicate]
+        if digest is None:
             continue
-        if known in first:
+        if digest in first:
             raise SpectraError(
-                f"{recipe.path}: replicates {first[known]} and {replicate} got the same batch, and would "
+                f"{recipe.path}: replicates {first[digest]} and {replicate} got the same batch, and would "
                 "agree whatever the noise; batches(rank, world_size) must give each rank data of its own"
             )
-        first[known] = replicate
+        first[digest] = replicate
     whole = "" if None in digests.values() else " ".join(str(digests[r]) for r in sorted(digests))
     return (math.nan if sizes[0] is None else float(sizes[0])), whole

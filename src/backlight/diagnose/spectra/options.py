@@ -100,13 +100,13 @@ def find_checkpoints(patterns: Sequence[str]) -> tuple[Checkpoint, ...]:
     """Return the matching checkpoints in natural order, the freshly built model without a pattern."""
     if not patterns:
         return (Checkpoint(None, 0),)
-    found: dict[Path, None] = {}
+    paths_in_order: dict[Path, None] = {}
     for pattern in patterns:
         matched = glob.glob(pattern, recursive=True)  # noqa: PTH207 - pathlib refuses absolute patterns
         if not matched:
             raise ValueError(f"--checkpoints {pattern!r} matches no file in {Path.cwd()}")
-        found.update(dict.fromkeys(Path(name) for name in matched))
-    paths = sorted(found, key=lambda path: _natural(str(path)))
+        paths_in_order.update(dict.fromkeys(Path(name) for name in matched))
+    paths = sorted(paths_in_order, key=lambda path: _natural(str(path)))
     last = [re.findall(r"\d+", path.stem) for path in paths]
     numbers = [int(digits[-1]) for digits in last if digits]
     named = len(numbers) == len(paths) and all(a < b for a, b in itertools.pairwise(numbers))
@@ -145,12 +145,12 @@ def read_earlier(path: Path, configuration: Mapping[str, Any]) -> Earlier:
     if not (path / "manifest.json").is_file():
         return Earlier()
     run = open_run(path)
-    known = [event.payload for event in run.events(CONFIGURATION)]
-    if not known:
+    configurations = [event.payload for event in run.events(CONFIGURATION)]
+    if not configurations:
         if run.attempts and run.last_step() < 0 and not run.events():
             return Earlier()  # killed before it had written anything
         raise SpectraError(f"{path}: is a run of something else; choose another --out")
-    for payload in known:
+    for payload in configurations:
         other = [name for name in configuration if payload.get(name) != configuration[name]]
         if len(other) > 1:
             other = [name for name in other if name != "data"]  # that follows from the rest

@@ -136,12 +136,12 @@ def _wait(process: subprocess.Popen[bytes], tree: ProcessTree, attempt: Path, un
 
 
 def _progress(case: Case, attempt: Path, moments: list[float], texts: list[str]) -> tuple[Progress, ...]:
-    found = []
+    progress = []
     if case.progress:
-        found.append(Progress("in the output", *(count_progress(case.progress, text) for text in texts)))
+        progress.append(Progress("in the output", *(count_progress(case.progress, text) for text in texts)))
     if (steps := steps_at(open_case_run(attempt), moments)) is not None:
-        found.append(Progress("steps recorded in the run", *steps))
-    return tuple(found)
+        progress.append(Progress("steps recorded in the run", *steps))
+    return tuple(progress)
 
 
 def _attach_all(attempt: Path, tree: ProcessTree) -> tuple[Attached, ...]:
@@ -151,12 +151,12 @@ def _attach_all(attempt: Path, tree: ProcessTree) -> tuple[Attached, ...]:
     alive = sorted(tree.find(), key=lambda process: (process.pid in parents, process.pid))
     with executor(8) as pool:
         pids = (process.pid for process in alive if not is_watchdog(process.pid))
-        attached = tuple(found for found in pool.map(_attach, pids) if found is not None)
+        attached = tuple(each for each in pool.map(_attach, pids) if each is not None)
     with (attempt / EVIDENCE).open("w", encoding="utf-8", errors="replace") as file:
-        for found in attached:
-            command = " ".join(processes.command_line(found.pid))
-            samples = "\n".join(map(stacks.format_sample, found.samples))
-            file.write(f"{found.pid} {command}\n{found.threads}\n{samples}\n\n")
+        for process in attached:
+            command = " ".join(processes.command_line(process.pid))
+            samples = "\n".join(map(stacks.format_sample, process.samples))
+            file.write(f"{process.pid} {command}\n{process.threads}\n{samples}\n\n")
     return attached
 
 
@@ -183,8 +183,8 @@ def last_stall(run: Run | None) -> Finding | None:
     if run is None:
         return None
     events = sorted((e for kind in ("stall", "stall_over") for e in run.events(kind)), key=lambda e: e.time)
-    found = [f for f in run.stored_findings() if f.rule == "stall" and f.subject.verdict]
-    return found[-1] if found and not (events and events[-1].kind == "stall_over") else None
+    stalls = [f for f in run.stored_findings() if f.rule == "stall" and f.subject.verdict]
+    return stalls[-1] if stalls and not (events and events[-1].kind == "stall_over") else None
 
 
 def steps_at(run: Run | None, moments: Sequence[float]) -> tuple[int, ...] | None:
@@ -205,14 +205,14 @@ def count_progress(pattern: str, text: str) -> int:
 
 def last_error(text: str) -> tuple[str, str]:
     """Return the error that an output ends with, and its ``file:line`` in the user's code; empty without."""
-    found = [(match[2], _user_lines(match[1])[-1:]) for match in _TRACEBACK.finditer(text)]
+    errors = [(match[2], _user_lines(match[1])[-1:]) for match in _TRACEBACK.finditer(text)]
     if fatal := re.search(r"^Fatal Python error.*", text, re.MULTILINE):
-        found.append((fatal[0], _user_lines(text[fatal.end() :])[:1]))  # most recent call first
+        errors.append((fatal[0], _user_lines(text[fatal.end() :])[:1]))  # most recent call first
     # A launcher's report on its children counts only if it is alone.
-    own = [(error, lines) for error, lines in found if not error.startswith(_LAUNCHER_ERRORS)]
+    of_case = [(error, lines) for error, lines in errors if not error.startswith(_LAUNCHER_ERRORS)]
     # A script that refuses its arguments prints a line and no traceback.
     refused = [(error, [""]) for error in re.findall(r"^\S+: error: .*", text, re.MULTILINE)]
-    error, lines = (own or refused or found or [("", [""])])[-1]
+    error, lines = (of_case or refused or errors or [("", [""])])[-1]
     return error, "".join(lines)
 
 

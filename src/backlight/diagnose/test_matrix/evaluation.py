@@ -77,8 +77,8 @@ def evaluate(observed: Observation) -> Evaluation:
     """Return the verdict on one case; time alone supports none."""
     if observed.exit_code is not None:
         return _exited(observed, observed.exit_code)
-    found = (rule(observed) for rule in (_moving, _stalled, _diagnosed))
-    return next((each for each in found if each is not None), _undecided(observed))
+    evaluations = (rule(observed) for rule in (_moving, _stalled, _diagnosed))
+    return next((each for each in evaluations if each is not None), _undecided(observed))
 
 
 def _exited(observed: Observation, code: int) -> Evaluation:
@@ -132,15 +132,15 @@ def _diagnosed(observed: Observation) -> Evaluation | None:
     }
     for kind in (kind for kind, agreed in agrees.items() if agreed):
         for process in _ranked(observed):
-            found, spins = process.diagnosis, kind is DiagnosisKind.SPIN and process.spins
-            if found.kind is not kind and not spins:
+            diagnosis, spins = process.diagnosis, kind is DiagnosisKind.SPIN and process.spins
+            if diagnosis.kind is not kind and not spins:
                 continue
-            claim, line = found.claim, found.line or ""
+            claim, line = diagnosis.claim, diagnosis.line or ""
             if spins:
                 claim = f"SPIN: every sample shows {PurePath(line).name}, with the interpreter lock held"
             sure = kind is DiagnosisKind.STOPPED or (observed.progress and kind is not DiagnosisKind.LONG_OP)
             other = (_ALTERNATIVES[kind],) if kind in _ALTERNATIVES else ()
-            return Evaluation(kind, claim, "high" if sure else "medium", found.refuted_if, line, other)
+            return Evaluation(kind, claim, "high" if sure else "medium", diagnosis.refuted_if, line, other)
     return None
 
 
@@ -149,19 +149,21 @@ def _undecided(observed: Observation) -> Evaluation:
     if not observed.processes:
         refuted_if = "it finishes with a longer limit"
         return Evaluation(DiagnosisKind.DID_NOT_FINISH, claim, "none", refuted_if, "", alternatives)
-    found = _ranked(observed)[0].diagnosis
-    claim = f"{claim}; {found.claim}"
-    return Evaluation(DiagnosisKind.UNKNOWN, claim, "none", found.refuted_if, found.line or "", alternatives)
+    diagnosis = _ranked(observed)[0].diagnosis
+    claim = f"{claim}; {diagnosis.claim}"
+    return Evaluation(
+        DiagnosisKind.UNKNOWN, claim, "none", diagnosis.refuted_if, diagnosis.line or "", alternatives
+    )
 
 
 def _ranked(observed: Observation) -> list[Attached]:
     return sorted(observed.processes, key=lambda process: not process.diagnosis.line)
 
 
-def compare(one: CaseResult, control: CaseResult, root: Path) -> Comparison:
+def compare(result: CaseResult, control: CaseResult, root: Path) -> Comparison:
     """Compare a case with its control; a factor without an observed effect is not cleared."""
-    effect, differences, compared = _effect(one, control, root)
-    verdict, before, factor = one.evaluation.verdict, control.evaluation.verdict, one.case.factor
+    effect, differences, compared = _effect(result, control, root)
+    verdict, before, factor = result.evaluation.verdict, control.evaluation.verdict, result.case.factor
     outcome = why = ""
     if verdict in UNDECIDED:
         why = f"the verdict of the case is {verdict}"
@@ -177,35 +179,35 @@ def compare(one: CaseResult, control: CaseResult, root: Path) -> Comparison:
         why = "no evidence that the factor changed anything; add shows = 'regular expression'"
     words = {"": f"undecided: {why}", "none": "makes no difference"}.get(outcome, f"{outcome} it")
     return Comparison(
-        one.case.name, control.case.name, factor, effect, tuple(differences), tuple(compared), outcome,
+        result.case.name, control.case.name, factor, effect, tuple(differences), tuple(compared), outcome,
         f"{factor} {words} ({before} -> {verdict})", why,
     )  # fmt: skip
 
 
-def _effect(one: CaseResult, control: CaseResult, root: Path) -> tuple[Effect, list[str], list[str]]:
+def _effect(result: CaseResult, control: CaseResult, root: Path) -> tuple[Effect, list[str], list[str]]:
     """Return the effect of the factor, what differs, and what was compared."""
-    paths = root / one.attempt, root / control.attempt
+    paths = root / result.attempt, root / control.attempt
     texts = tuple(map(read_output, paths))
-    found: list[tuple[bool, str]] = []  # what differs for certain (True), and what may differ by chance
+    signs: list[tuple[bool, str]] = []  # what differs for certain (True), and what may differ by chance
     compared: list[str] = []
-    for pattern in set(one.case.shows) - set(control.case.shows):
+    for pattern in set(result.case.shows) - set(control.case.shows):
         here, there = (re.search(pattern, each, re.MULTILINE) for each in texts)
         if here is None:
             return Effect.NONE, [], [f"its output, which lacks {pattern!r}"]
         compared.append(f"{pattern!r} in the outputs")
-        found += [] if there else [(True, f"output shows {here[0]!r}, its control's does not")]
-    finished = one.evaluation.verdict is control.evaluation.verdict is DiagnosisKind.PASS
+        signs += [] if there else [(True, f"output shows {here[0]!r}, its control's does not")]
+    finished = result.evaluation.verdict is control.evaluation.verdict is DiagnosisKind.PASS
     runs = [run for path in paths if (run := open_case_run(path)) is not None]
     if len(runs) == 2:
-        found += [(True, difference) for difference in _fingerprint_differences(*runs)]
+        signs += [(True, difference) for difference in _fingerprint_differences(*runs)]
         compared.append("the fingerprints of the runs")
     if all(text.strip() for text in texts):
-        found += _output_differences(*map(_lines, paths), whole=finished)
+        signs += _output_differences(*map(_lines, paths), whole=finished)
         compared.append("the outputs")
-    if certain := [difference for sure, difference in found if sure]:
+    if certain := [difference for sure, difference in signs if sure]:
         return Effect.OBSERVED, certain[:MAX_DIFFERENCES], compared
-    if found:
-        notes = [f"{each} (chance, if training is not seeded)" for _, each in found[:MAX_DIFFERENCES]]
+    if signs:
+        notes = [f"{each} (chance, if training is not seeded)" for _, each in signs[:MAX_DIFFERENCES]]
         return Effect.POSSIBLE, notes, compared
     # What a case that was cut short did not reach may still differ.
     return Effect.NONE if compared and finished else Effect.UNKNOWN, [], compared

@@ -137,10 +137,10 @@ class Node:
         ):
             if wrong:
                 raise ValueError(problem)
-        known = OUTCOMES if self.compare is not None else VERDICTS
+        answers = OUTCOMES if self.compare is not None else VERDICTS
         for answer, _ in self.edges:
-            if answer not in known:
-                raise ValueError(f"on: unknown answer {answer!r}; expected one of {', '.join(known)}")
+            if answer not in answers:
+                raise ValueError(f"on: unknown answer {answer!r}; expected one of {', '.join(answers)}")
         if len(dict(self.edges)) < len(self.edges):
             raise ValueError("on: one answer leads to two nodes; expected one")
 
@@ -208,8 +208,8 @@ def _plan(data: dict[str, Any]) -> Plan:
 
 
 def _tables(data: Any, kind: type[T], place: str) -> dict[str, T]:
-    found = codec.convert(data, dict[str, Any], "", place)
-    return {name: _table(table, kind, f"{place}.{name}") for name, table in found.items()}
+    tables = codec.convert(data, dict[str, Any], "", place)
+    return {name: _table(table, kind, f"{place}.{name}") for name, table in tables.items()}
 
 
 def _table(data: Any, kind: type[T], place: str) -> T:
@@ -294,18 +294,18 @@ def _levels(plan: Plan, table: CaseTable) -> dict[str, str]:
 def _changes(plan: Plan, name: str, table: CaseTable) -> list[Change]:
     """Return the base and the levels of a case."""
     for factor, level in table.levels.items():
-        where, known = f"case {name!r}: levels", plan.factors.get(factor, {})
+        where, levels_of = f"case {name!r}: levels", plan.factors.get(factor, {})
         if factor not in plan.factors:
             raise PlanError(f"{where}: no factor is called {factor!r}{did_you_mean(factor, plan.factors)}")
-        if level not in known:
-            raise PlanError(f"{where}: {factor} has no level {level!r}{did_you_mean(level, known)}")
+        if level not in levels_of:
+            raise PlanError(f"{where}: {factor} has no level {level!r}{did_you_mean(level, levels_of)}")
     levels = {f"factors.{f}.{level}": plan.factors[f][level] for f, level in _levels(plan, table).items()}
     # Two factors that set the same thing are not two factors: the later one would win silently.
     setters: dict[str, str] = {}
     for level, change in levels.items():
         settings = ("directory", "ranks", "command")
-        given = [name for name in settings if getattr(change, name) is not None]
-        for key in (*given, *(f"environment {variable}" for variable in change.environment)):
+        settings_of = [name for name in settings if getattr(change, name) is not None]
+        for key in (*settings_of, *(f"environment {variable}" for variable in change.environment)):
             if key in setters:
                 raise PlanError(f"{setters[key]} and {level} both set {key}; only one factor may")
             setters[key] = level

@@ -60,10 +60,10 @@ class MatrixReport:
     @property
     def headline(self) -> str:
         """The supported conclusions, or how many cases have which verdict."""
-        found = [b.node.conclusion for b in self.branches if b.status is Status.SUPPORTED]
-        verdicts = [one.evaluation.verdict.value for one in self.cases]
+        conclusions = [b.node.conclusion for b in self.branches if b.status is Status.SUPPORTED]
+        verdicts = [result.evaluation.verdict.value for result in self.cases]
         counts = ", ".join(f"{verdicts.count(v)} {v}" for v in dict.fromkeys(verdicts)) or "no case has run"
-        return "; ".join(filter(None, found)) or counts
+        return "; ".join(filter(None, conclusions)) or counts
 
 
 def as_markdown(report: MatrixReport, *, full: bool = True) -> str:
@@ -75,11 +75,11 @@ def _lines(report: MatrixReport, *, full: bool) -> Iterator[str]:
     yield f"# {escape(report.name)}: {escape(report.headline)}\n"
     yield f"Run again: {code(report.rerun)}\n\n## Cases\n"
     yield "| case | verdict | seconds | control | factor | claim |\n|---|---|---|---|---|---|"
-    for one in report.cases:
-        case, found = one.case, one.evaluation
-        times = f"{one.observation.seconds:.1f} of {case.time_limit:g}"
-        claim = f"{found.claim} [{found.line}]" if found.line else found.claim
-        cells = (case.name, found.verdict.value, times, case.control, case.factor, claim)
+    for result in report.cases:
+        case, evaluation = result.case, result.evaluation
+        times = f"{result.observation.seconds:.1f} of {case.time_limit:g}"
+        claim = f"{evaluation.claim} [{evaluation.line}]" if evaluation.line else evaluation.claim
+        cells = (case.name, evaluation.verdict.value, times, case.control, case.factor, claim)
         yield f"| {' | '.join(escape(cell) for cell in cells)} |"
     sections = {
         "Cases against their controls": [_comparison(each) for each in report.comparisons],
@@ -91,8 +91,8 @@ def _lines(report: MatrixReport, *, full: bool) -> Iterator[str]:
     for title, items in sections.items():
         yield f"\n## {title}\n"
         yield from [f"1. {item}" for item in items] or ["None."]
-    for one in report.cases if full else ():
-        yield from _evidence(one)
+    for result in report.cases if full else ():
+        yield from _evidence(result)
     machine = f"backlight {version('backlight')}, {platform.platform()}, {available_cores()} cores"
     yield f"\nWritten by {escape(machine)}."
 
@@ -110,31 +110,33 @@ def _actions(report: MatrixReport) -> Iterator[str]:
     for branch in report.branches:
         for action in branch.node.actions if branch.status is Status.SUPPORTED else ():
             yield _action(action.do, action.at, branch.node.conclusion, action.verify or report.rerun)
-    for one in report.cases:
-        found, again = one.evaluation, f"{report.rerun} --again {shlex.quote(one.case.name)}"
-        if found.verdict in UNDECIDED:
-            yield _action("raise time_limit, or declare progress", "", f"{one.case.name} is undecided", again)
-        elif found.line:
-            fix = _FIXES.get(found.verdict, "look at this line")
-            yield _action(fix, found.line, f"{one.case.name}: {found.claim}", again)
+    for result in report.cases:
+        evaluation, again = result.evaluation, f"{report.rerun} --again {shlex.quote(result.case.name)}"
+        if evaluation.verdict in UNDECIDED:
+            yield _action(
+                "raise time_limit, or declare progress", "", f"{result.case.name} is undecided", again
+            )
+        elif evaluation.line:
+            fix = _FIXES.get(evaluation.verdict, "look at this line")
+            yield _action(fix, evaluation.line, f"{result.case.name}: {evaluation.claim}", again)
 
 
 def _action(do: str, at: str, why: str, verify: str) -> str:
     return f"{escape(do)}{f' at {code(at)}' if at else ''}: {escape(why)}. Verify: {code(verify)}"
 
 
-def _evidence(one: CaseResult) -> Iterator[str]:
-    case, observed, found = one.case, one.observation, one.evaluation
-    yield f"\n## Evidence of {escape(case.name)}: {found.verdict.value}\n"
+def _evidence(result: CaseResult) -> Iterator[str]:
+    case, observed, evaluation = result.case, result.observation, result.evaluation
+    yield f"\n## Evidence of {escape(case.name)}: {evaluation.verdict.value}\n"
     variables = (f"{name}={value}" for name, value in case.environment.items())
     yield f"- command: {code(shlex.join((*variables, *case.argv)))} in {code(case.directory)}"
     names = (*OUTPUTS, *([EVIDENCE] if observed.exit_code is None else []))
-    links = (f"[{escape(name)}](<{quote(f'{one.attempt}/{name}')}>)" for name in names)
+    links = (f"[{escape(name)}](<{quote(f'{result.attempt}/{name}')}>)" for name in names)
     yield f"- files: {', '.join(links)}"
     texts = {
-        "claim": (f"{found.claim} (confidence: {found.confidence})",),
-        "refuted if": (found.refuted_if,),
-        "alternative": found.alternatives,
+        "claim": (f"{evaluation.claim} (confidence: {evaluation.confidence})",),
+        "refuted if": (evaluation.refuted_if,),
+        "alternative": evaluation.alternatives,
         "not observable": [f"{each.pid}: {reason}" for each in observed.processes for reason in each.unseen],
         "ended by": observed.ended_by,
     }

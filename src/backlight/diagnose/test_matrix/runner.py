@@ -70,8 +70,8 @@ def execute(
             raise PlanError(f"{prepared.path}: no case is called {name!r}{did_you_mean(name, names)}")
     root = out.resolve()
     with _locked(root, prepared.path), _interruptible():
-        found = {case.name: _stored(root, case) for case in prepared.cases if case.name not in again}
-        stored = {name: result for name, result in found.items() if result is not None}
+        by_name = {case.name: _stored(root, case) for case in prepared.cases if case.name not in again}
+        stored = {name: result for name, result in by_name.items() if result is not None}
         report = _store(prepared, root, out, stored)
         for case in prepared.cases:
             if case.name not in stored:
@@ -105,18 +105,18 @@ def _stored(root: Path, case: Case) -> CaseResult | None:
     """Return the last result of exactly this case, None without one."""
     for attempt in reversed(_attempts(root, case)):
         with contextlib.suppress(OSError, ValueError):
-            found = codec.convert(codec.decode(read(attempt / "result.json").decode()), CaseResult)
-            if found.digest == case.digest:
-                return found
+            result = codec.convert(codec.decode(read(attempt / "result.json").decode()), CaseResult)
+            if result.digest == case.digest:
+                return result
     return None
 
 
 def _store(prepared: Prepared, root: Path, out: Path, results: Mapping[str, CaseResult]) -> MatrixReport:
     """Write and return the report on the cases that have a result."""
     done = {case.name: results[case.name] for case in prepared.cases if case.name in results}
-    pairs = {name: done[one.case.control] for name, one in done.items() if one.case.control in done}
+    pairs = {name: done[result.case.control] for name, result in done.items() if result.case.control in done}
     comparisons = {name: compare(done[name], control, root) for name, control in pairs.items()}
-    evaluations = {name: one.evaluation for name, one in done.items()}
+    evaluations = {name: result.evaluation for name, result in done.items()}
     branches = walk(prepared.plan, prepared.order, evaluations, comparisons)
     rerun = shlex.join(["backlight", "test-matrix", str(prepared.path), "--out", str(out)])
     name = prepared.plan.name or prepared.path.stem

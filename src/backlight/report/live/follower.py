@@ -52,7 +52,7 @@ IDLE_TIMEOUT_S = 30.0
 LIVENESS_INTERVAL_S = 2.0
 """Time between two checks of whether the writer still runs, where its files have not changed."""
 
-READ_ONCE = frozenset(name for name, held in vars(Source).items() if isinstance(held, cached_property))
+READ_ONCE = frozenset(name for name, member in vars(Source).items() if isinstance(member, cached_property))
 """What a source remembers of its run; none of it depends on the findings."""
 
 WRITTEN = verdict.STATUS[RunStatus.RUNNING]
@@ -279,8 +279,8 @@ class Followed:
         """Render panels that had no data so far; panels already drawn wait for a request."""
         if source is None:
             return []
-        known = {name: one.result for name, one in list(self._rendered.items())}
-        wanted = [panel for panel in in_order() if not isinstance(known.get(panel.name), Drawn)]
+        results = {name: rendered.result for name, rendered in list(self._rendered.items())}
+        wanted = [panel for panel in in_order() if not isinstance(results.get(panel.name), Drawn)]
         return [(panel, shown(panel, source)) for panel in wanted]
 
     def head(self) -> dict[str, Any]:
@@ -301,9 +301,9 @@ class Followed:
     def _shown(self, source: Source) -> dict[str, Any]:
         """Return what the page shows of a run that was read."""
         drawn = [
-            (known.panel, known.result)
+            (rendered.panel, rendered.result)
             for panel in in_order()
-            if (known := self._rendered[panel.name]) and belongs(panel, known.result, source)
+            if (rendered := self._rendered[panel.name]) and belongs(panel, rendered.result, source)
         ]
         state = head(source, drawn)
         words = state["verdict"]["status"].split(verdict.PARTED)
@@ -326,25 +326,25 @@ class Followed:
             If there is no such panel, or nothing was read yet.
         """
         with self._lock:
-            known = self._rendered[name]
-            if known.version != self.version and self.source is not None:
-                known = Rendered(known.panel, shown(known.panel, self.source), self.version)
-                self._rendered[name] = known
-            result = known.result
+            rendered = self._rendered[name]
+            if rendered.version != self.version and self.source is not None:
+                rendered = Rendered(rendered.panel, shown(rendered.panel, self.source), self.version)
+                self._rendered[name] = rendered
+            result = rendered.result
             closely = isinstance(result, Drawn) and result.kind == "parameters" and between is not None
             if closely and between is not None and self.source is not None:
-                result = shown(known.panel, dataclasses.replace(self.source, window=between))
+                result = shown(rendered.panel, dataclasses.replace(self.source, window=between))
         try:
-            content = panel_data(known.panel, result)
+            content = panel_data(rendered.panel, result)
             if content.get("kind") == "parameters":
                 content["data"] = {**_one_column(content["data"], column), "window": closely}
             text = script_json(content)
         except Exception as error:  # noqa: BLE001 - a third-party panel may raise anything
-            said = failed(known.panel, error)
-            text = script_json(panel_data(known.panel, said))
+            failure = failed(rendered.panel, error)
+            text = script_json(panel_data(rendered.panel, failure))
             with self._lock:
-                if self._rendered[name] is known:
-                    self._rendered[name] = Rendered(known.panel, said, known.version)
+                if self._rendered[name] is rendered:
+                    self._rendered[name] = Rendered(rendered.panel, failure, rendered.version)
                     self.version += 1
         stamp = hashlib.sha256(text.encode("ascii")).hexdigest()[:20]
         return None if stamp == have else (stamp, text)
@@ -393,8 +393,8 @@ def _one_column(data: dict[str, Any], wanted: str) -> dict[str, Any]:
 def _files(path: Path) -> Iterator[tuple[str, int, int]]:
     """Yield what tells whether a run changed: its files with time and size."""
     try:
-        with os.scandir(path) as found:
-            entries = list(found)
+        with os.scandir(path) as listing:
+            entries = list(listing)
     except OSError:
         return
     for entry in entries:
@@ -402,7 +402,7 @@ def _files(path: Path) -> Iterator[tuple[str, int, int]]:
             if entry.is_dir() and (entry.name.startswith("attempt-") or entry.name == "arrays"):
                 yield from _files(Path(entry.path))
             elif entry.is_file() and not entry.name.endswith("-shm"):
-                held = entry.stat()
-                yield entry.path, held.st_mtime_ns, held.st_size
+                state = entry.stat()
+                yield entry.path, state.st_mtime_ns, state.st_size
         except OSError:
             continue  # renamed or removed just now

@@ -27,7 +27,7 @@ class Several:
     def __init__(self, runs: Sequence[Followed]) -> None:
         self._runs = tuple(runs)
         self.name = f"{len(self._runs)} runs"
-        self._names = _apart([run.name for run in self._runs])
+        self._names = _distinct_names([run.name for run in self._runs])
         self._drawn: tuple[int, dict[str, dict[str, Any]]] | None = None
 
     @property
@@ -115,7 +115,7 @@ def _row(name: str, run: Followed, source: Source) -> list[str]:
         return [name, run.stand.word.value, "", "", "", f"could not be read: {error_text(error).rstrip('.')}"]
 
 
-def _apart(names: Sequence[str]) -> list[str]:
+def _distinct_names(names: Sequence[str]) -> list[str]:
     """Return names that differ: a number goes behind those that stand twice."""
     out: list[str] = []
     for name in names:

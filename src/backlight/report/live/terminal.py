@@ -120,8 +120,8 @@ def _status(source: Source, width: int) -> list[RenderableType]:
     shown = number(float(norm.values[-1])) if len(norm.values) else "not measured"
     rows.append(("total norm", shown, sparkline(norm.values, available)))
     if source.health is not None and len(source.health[1]):
-        known = source.health[1][~np.isnan(source.health[1])]
-        shown = number(float(known[-1]), 3) if len(known) else "not measured"
+        scores = source.health[1][~np.isnan(source.health[1])]
+        shown = number(float(scores[-1]), 3) if len(scores) else "not measured"
         line = sparkline(source.health[1], available)
         if source.untrained:
             shown, line = "not measured", f"{count(len(source.untrained), 'parameter')} never trained"
@@ -178,9 +178,9 @@ def _worst(source: Source, width: int) -> list[RenderableType]:
     with np.errstate(divide="ignore", invalid="ignore"):
         factor = np.abs(np.log10(last / middle))
     broken = np.nan_to_num(frames.stats.get("non_finite_sum", np.zeros(len(last)))) > 0
-    known = frames.stats["measured"] > 0
+    has_value = frames.stats["measured"] > 0
     rank = np.where(broken, np.inf, np.nan_to_num(factor, nan=0.0, posinf=1e300))
-    rank = np.where(known, rank, -1.0)
+    rank = np.where(has_value, rank, -1.0)
     order = np.argsort(-rank, kind="stable")[:WORST]
     wide, slim = width >= WIDE, width < SLIM
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False, expand=False)
@@ -190,7 +190,7 @@ def _worst(source: Source, width: int) -> list[RenderableType]:
     for heading in columns:
         table.add_column(heading, justify="right", no_wrap=True)
     zeros, amount = frames.stats.get("zero_share_last"), frames.stats.get("non_finite_sum")
-    order = order[known[order]]
+    order = order[has_value[order]]
     names = [visible(source.parameters[row].name) for row in order]
     shown = told_apart(names, available)
     for name, row in zip(names, order, strict=True):
@@ -207,17 +207,17 @@ def _worst(source: Source, width: int) -> list[RenderableType]:
 
 
 def _share(shares: NDArray[np.float64] | None, row: int) -> str:
-    known = shares is not None and bool(np.isfinite(shares[row]))
-    return percent(float(shares[row])) if shares is not None and known else NONE
+    is_measured = shares is not None and bool(np.isfinite(shares[row]))
+    return percent(float(shares[row])) if shares is not None and is_measured else NONE
 
 
 def _findings(source: Source, _width: int) -> list[RenderableType]:
-    found = source.findings
-    if not found:
+    findings = source.findings
+    if not findings:
         lacks = source.run.shortfall
         return [Text(f"No findings so far: {lacks}.") if lacks else Text("No findings.", "green")]
-    lines: list[RenderableType] = [Text(f"Findings: {tally(found)}", "bold")]
-    named = _distinct(found)
+    lines: list[RenderableType] = [Text(f"Findings: {tally(findings)}", "bold")]
+    named = _distinct(findings)
     for finding in named[:FINDINGS]:
         sign, style = SEVERITIES[finding.severity]
         line = Text(no_wrap=True, overflow="ellipsis")
@@ -233,18 +233,18 @@ def _findings(source: Source, _width: int) -> list[RenderableType]:
         subject = ", ".join(f"step {value}" if label == "step" else value for label, value in about)
         line.append(f"  {subject}  " if subject else "  ", "bold").append(visible(finding.title))
         lines.append(line)
-    hidden = len(found) - min(FINDINGS, len(named))
+    hidden = len(findings) - min(FINDINGS, len(named))
     if hidden:
         lines.append(Text(f"and {count(hidden, 'more finding')}: backlight findings RUN", "dim"))
     return lines
 
 
-def _distinct(found: Sequence[Finding]) -> list[Finding]:
+def _distinct(findings: Sequence[Finding]) -> list[Finding]:
     """Return one finding of each rule first, then the others: many of one rule must not hide another."""
     first: list[Finding] = []
     rest: list[Finding] = []
     seen: set[str] = set()
-    for finding in found:
+    for finding in findings:
         (rest if finding.rule in seen else first).append(finding)
         seen.add(finding.rule)
     return [*first, *rest]

@@ -166,7 +166,7 @@ def _alone(at: Floats, values: Floats, breaks: Ranges) -> NDArray[np.bool_]:
 
 
 def _scale(axes: Axes, axis: Mapping[str, Any]) -> None:
-    has = any(np.isfinite(np.asarray(one.get_ydata(), np.float64)).any() for one in axes.get_lines())
+    has = any(np.isfinite(np.asarray(line.get_ydata(), np.float64)).any() for line in axes.get_lines())
     if axis["log"] and (has or axes.collections):
         axes.set_yscale("log", base=axis["base"])
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -287,9 +287,9 @@ def _cells(
     patches = []
     for name, where in special.items():
         if where.any():
-            one = LinearSegmentedColormap.from_list(name, [tones[SPECIAL[name]]] * 2)
+            single_colour = LinearSegmentedColormap.from_list(name, [tones[SPECIAL[name]]] * 2)
             over = np.ma.masked_where(~where, np.ones_like(cells))
-            axes.pcolormesh(edges, rows, over, cmap=one, rasterized=True)
+            axes.pcolormesh(edges, rows, over, cmap=single_colour, rasterized=True)
             patches.append(Patch(color=tones[SPECIAL[name]], label=name))
     if patches:
         axes.legend(

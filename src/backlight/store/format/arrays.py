@@ -69,8 +69,8 @@ class Filters:
 
     def __post_init__(self) -> None:
         if self.compression not in COMPRESSIONS:
-            known = ", ".join(COMPRESSIONS)
-            raise ValueError(f"compression {self.compression!r}: expected one of {known}")
+            names = ", ".join(COMPRESSIONS)
+            raise ValueError(f"compression {self.compression!r}: expected one of {names}")
         if not 0 <= self.level <= 9:
             raise ValueError(f"compression level {self.level}: expected 0 to 9")
 
@@ -162,9 +162,11 @@ def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) ->
                 raise RunFormatError(f"{path}: is HDF5, but not a piece of arrays that backlight wrote")
             stat = path.stat()
             identity = (str(path), stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            known = _index.get(identity) if wanted is not None else None
+            indexed = _index.get(identity) if wanted is not None else None
             groups: dict[str, list[str]] = {}
-            keys = sorted(file, key=lambda k: (len(k), k)) if known is None else known.get(str(wanted), [])
+            keys = (
+                sorted(file, key=lambda k: (len(k), k)) if indexed is None else indexed.get(str(wanted), [])
+            )
             for key in keys:
                 if not isinstance(file.get(key, getlink=True), h5py.HardLink):
                     raise RunFormatError(f"{path}: {key!r} is a link; backlight writes none")
@@ -174,13 +176,13 @@ def read_piece(path: Path, wanted: str | None = None, *, values: bool = True) ->
                 if wanted is not None and info.name != wanted:
                     continue
                 steps = _plain(path, group, "steps").astype(np.int64)
-                found = _plain(path, group, "values") if values else np.zeros((len(steps), 0))
-                if steps.ndim != 1 or len(found) != len(steps):
-                    raise RunFormatError(f"{path}: {key!r} holds {found.shape} for {steps.shape} steps")
-                if values and _checksum(steps.astype("<i8"), found) != int(group.attrs["crc"]):
+                stored = _plain(path, group, "values") if values else np.zeros((len(steps), 0))
+                if steps.ndim != 1 or len(stored) != len(steps):
+                    raise RunFormatError(f"{path}: {key!r} holds {stored.shape} for {steps.shape} steps")
+                if values and _checksum(steps.astype("<i8"), stored) != int(group.attrs["crc"]):
                     raise RunFormatError(f"{path}: checksum of array {info.name!r} is wrong; it is damaged")
-                yield Stack(info, steps, found)
-            if known is None:
+                yield Stack(info, steps, stored)
+            if indexed is None:
                 _index[identity] = groups
                 while len(_index) > _MAX_INDEXED_PIECES:
                     _index.popitem(last=False)
@@ -204,8 +206,8 @@ def merged(stacks: Iterable[Stack]) -> list[Stack]:
     for stack in stacks:
         groups.setdefault((stack.info, stack.values.shape[1:]), []).append(stack)
     return [
-        Stack(info, np.concatenate([s.steps for s in found]), np.concatenate([s.values for s in found]))
-        for (info, _), found in groups.items()
+        Stack(info, np.concatenate([s.steps for s in members]), np.concatenate([s.values for s in members]))
+        for (info, _), members in groups.items()
     ]
 
 
@@ -314,8 +316,8 @@ class ArrayWriter:
         if dims and len(dims) != array.ndim:
             raise ValueError(f"array {name!r} has {array.ndim} axes, but {len(dims)} dims: {tuple(dims)}")
         if encoding not in ARRAY_ENCODINGS:
-            known = ", ".join(ARRAY_ENCODINGS)
-            raise ValueError(f"array {name!r}: there is no encoding {encoding!r}; there are {known}")
+            encodings = ", ".join(ARRAY_ENCODINGS)
+            raise ValueError(f"array {name!r}: there is no encoding {encoding!r}; there are {encodings}")
         if encoding == "bf16" and array.dtype != np.uint16:
             msg = f"array {name!r}: encoding 'bf16' stores 16 bits as uint16, got {array.dtype}"
             raise ValueError(msg)

@@ -143,8 +143,8 @@ class AttemptEntry:
         for name in os.listdir(folder):  # noqa: PTH208 - names alone, for thousands of runs
             if name != database and (parse_columns(name) is not None or self._is_listed(name)):
                 return None
-        found = os.stat(f"{folder}/{database}", follow_symlinks=False)  # noqa: PTH116 - as above
-        return (found.st_size, found.st_mtime_ns) if stat.S_ISREG(found.st_mode) else None
+        state = os.stat(f"{folder}/{database}", follow_symlinks=False)  # noqa: PTH116 - as above
+        return (state.st_size, state.st_mtime_ns) if stat.S_ISREG(state.st_mode) else None
 
     def _is_listed(self, name: str) -> bool:
         """Return whether a file may hold what a list shows: of another process, or what SQLite keeps."""
@@ -204,17 +204,17 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_format(path: Path, found: object) -> None:
+def check_format(path: Path, version: object) -> None:
     """Refuse every format but that of this release."""
-    if not isinstance(found, int) or isinstance(found, bool):
-        raise RunFormatError(f"{path}: has format {found!r}, expected a number; it is damaged or foreign")
-    if found != FORMAT_VERSION:
+    if not isinstance(version, int) or isinstance(version, bool):
+        raise RunFormatError(f"{path}: has format {version!r}, expected a number; it is damaged or foreign")
+    if version != FORMAT_VERSION:
         fix = (
             "Upgrade backlight to the release that wrote the run, or newer"
-            if found > FORMAT_VERSION
+            if version > FORMAT_VERSION
             else "Open it with the release that wrote it, and export what you need"
         )
-        raise RunFormatError(f"{path}: format {found}, this release reads format {FORMAT_VERSION}. {fix}")
+        raise RunFormatError(f"{path}: format {version}, this release reads format {FORMAT_VERSION}. {fix}")
 
 
 _SEAL = re.compile(rb', "crc": (\d{1,10})\}\s*\Z')
@@ -236,11 +236,11 @@ def _unsealed(content: bytes) -> Any:
     if not isinstance(document, dict):
         return document
     stated = document.pop("crc", None)
-    found = _SEAL.search(content)
-    if stated is None and found is None:
+    seal = _SEAL.search(content)
+    if stated is None and seal is None:
         if "format" in document:  # others need none
             raise _ChangedError("it has no checksum")
-    elif found is None or stated != int(found[1]) or stated != zlib.crc32(content[: found.start()]):
+    elif seal is None or stated != int(seal[1]) or stated != zlib.crc32(content[: seal.start()]):
         raise _ChangedError("its checksum does not match")
     return document
 
@@ -294,10 +294,10 @@ def _overwrite(path: Path, data: bytes) -> bool:
     try:
         descriptor = os.open(path, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
         with os.fdopen(descriptor, "r+b", buffering=0) as file:
-            held = os.fstat(file.fileno())
-            if len(data) > held.st_blocks * 512:
+            state = os.fstat(file.fileno())
+            if len(data) > state.st_blocks * 512:
                 return False
-            file.write(data.ljust(held.st_size))
+            file.write(data.ljust(state.st_size))
             os.fsync(file.fileno())
     except OSError:
         return False

@@ -115,8 +115,8 @@ def pieces(arrays: Path) -> list[tuple[int, Path]]:
     """Return rank and path of the pieces in a folder of arrays that no merged one replaces, in order."""
     if not arrays.is_dir():
         return []
-    found = {p.name: span for p in arrays.iterdir() if (span := parse_piece(p.name)) is not None}
-    return [(found[name][0], arrays / name) for name in unmerged(found.items())]
+    spans = {p.name: span for p in arrays.iterdir() if (span := parse_piece(p.name)) is not None}
+    return [(spans[name][0], arrays / name) for name in unmerged(spans.items())]
 
 
 def watchdog_files(attempt: Path) -> list[Path]:

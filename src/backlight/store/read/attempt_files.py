@@ -78,7 +78,7 @@ def open_attempt(run: Path, entry: AttemptEntry, run_id: str, *, folder: Path | 
         out.losses.append(f"attempt {entry.index}: its folder {out.folder.name} is missing")
         return out
     children = sorted(p.name for p in out.folder.iterdir())
-    found = {name: parsed for name in children if (parsed := parse_database(name)) is not None}
+    databases = {name: parsed for name in children if (parsed := parse_database(name)) is not None}
     documented = {int(match[1]) for name in children if (match := RANK_DOCUMENT.fullmatch(name))}
     dataset = _open_dataset(out)
     if dataset is not None:  # it replaces the databases that an interrupted compaction left
@@ -86,20 +86,20 @@ def open_attempt(run: Path, entry: AttemptEntry, run_id: str, *, folder: Path | 
             ColumnarRank(dataset, rank, attempt=entry.index, step_offset=entry.step_offset)
             for rank in dataset.index.ranks
         ]
-        held = out.ranks
-        found = {name: parsed for name, parsed in found.items() if parsed[0] not in held}
-    names = unmerged(found.items())
-    for rank in sorted({*documented, *(rank for rank, _, _ in found.values())}):
+        columnar_ranks = out.ranks
+        databases = {name: parsed for name, parsed in databases.items() if parsed[0] not in columnar_ranks}
+    names = unmerged(databases.items())
+    for rank in sorted({*documented, *(rank for rank, _, _ in databases.values())}):
         _open_document(out, rank)
     for name in names:
-        rank = found[name][0]
+        rank = databases[name][0]
         progress = out.progress.get(rank)
         live = (
             progress is not None and progress.status is RunStatus.RUNNING and progress.process.alive() is True
         )
-        own = live and progress is not None and progress.process.pid == os.getpid()
+        is_own = live and progress is not None and progress.process.pid == os.getpid()
         hold = len(names) <= _MAX_HELD_FILES
-        opened = _open_file(out, out.folder / name, rank, live=live, own=own, hold=hold)
+        opened = _open_file(out, out.folder / name, rank, live=live, is_own=is_own, hold=hold)
         out.files += opened
         out.unreadable += not opened
     for path in watchdog_files(out.folder):
@@ -157,9 +157,9 @@ def _state_losses(out: AttemptFiles) -> None:
     """Compare the files that each rank stated with those that exist."""
     entry = out.entry
     present = {file.rank for file in out.files}
-    known = present | set(out.progress)
+    accounted = present | set(out.progress)
     missing = itertools.islice(
-        (rank for rank in range(entry.world_size) if rank not in known), _MAX_NAMED_RANKS
+        (rank for rank in range(entry.world_size) if rank not in accounted), _MAX_NAMED_RANKS
     )
     for rank in missing:
         out.losses.append(f"attempt {entry.index}: rank {rank} of {entry.world_size} left no file")
@@ -190,7 +190,7 @@ def differences(attempt: int, options: Mapping[int, Mapping[str, Any]]) -> list[
     if len(options) < 2:
         return []
     first = min(options)
-    found: dict[str, list[int]] = {}
+    ranks_by_difference: dict[str, list[int]] = {}
     for rank in sorted(options):
         other = [
             f"{key} {_shown(options[rank].get(key))} instead of {_shown(value)}"
@@ -198,9 +198,9 @@ def differences(attempt: int, options: Mapping[int, Mapping[str, Any]]) -> list[
             if options[rank].get(key) != value
         ]
         if other:
-            found.setdefault(", ".join(other), []).append(rank)
+            ranks_by_difference.setdefault(", ".join(other), []).append(rank)
     out = []
-    for what, ranks in found.items():
+    for what, ranks in ranks_by_difference.items():
         more = f" and {len(ranks) - _MAX_NAMED_RANKS} more" if len(ranks) > _MAX_NAMED_RANKS else ""
         who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:_MAX_NAMED_RANKS]))}{more}"
         out.append(
@@ -282,7 +282,7 @@ def array_infos(
     opened: Sequence[AttemptFiles], losses: dict[str, None], name: str | None = None
 ) -> list[ArrayInfo]:
     """Return the descriptions of all stored arrays, or of one, oldest first; errors go to ``losses``."""
-    return [stack.info for one in opened for _, stack in _stacks(one, name, losses, values=False)]
+    return [stack.info for attempt in opened for _, stack in _stacks(attempt, name, losses, values=False)]
 
 
 def array_values(
@@ -290,17 +290,17 @@ def array_values(
 ) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]:
     """Return global steps and values of one array, joined over attempts and ranks."""
     merged: dict[int, npt.NDArray[Any]] = {}
-    for one in opened:
-        if attempt is not None and one.entry.index != attempt:
+    for files in opened:
+        if attempt is not None and files.entry.index != attempt:
             continue
         mine: dict[int, tuple[int, npt.NDArray[Any]]] = {}
-        for owner, stack in _stacks(one, name, losses, values=True):
+        for owner, stack in _stacks(files, name, losses, values=True):
             if rank is not None and owner != rank:
                 continue
             for step, value in zip(stack.steps.tolist(), stack.values, strict=True):
                 if step not in mine or owner <= mine[step][0]:
                     mine[step] = (owner, decoded(stack.info, np.asarray(value)))
-        merged.update({step + one.entry.step_offset: value for step, (_, value) in mine.items()})
+        merged.update({step + files.entry.step_offset: value for step, (_, value) in mine.items()})
     order = sorted(merged)
     return np.array(order, dtype=np.int64), [merged[step] for step in order]
 
@@ -308,8 +308,8 @@ def array_values(
 def evidence_paths(path: Path, opened: Sequence[AttemptFiles]) -> tuple[str, ...]:
     """Return the evidence files, by path below the run directory; links are not followed."""
     out = []
-    for one in opened:
-        folder = one.folder / EVIDENCE
+    for attempt in opened:
+        folder = attempt.folder / EVIDENCE
         if folder.is_dir() and not folder.is_symlink():
             out += [
                 p.relative_to(path).as_posix() for p in folder.iterdir() if p.is_file() and not p.is_symlink()
@@ -394,13 +394,13 @@ def _of_rank(entry: AttemptEntry, rank: int, progress: Progress, last_step: int,
 
 def _missing_ranks(attempt: AttemptFiles) -> str:
     """Return which ranks of an attempt left nothing; empty where all did, or only one rank exists."""
-    size, known = attempt.entry.world_size, {*attempt.ranks, *attempt.progress}
-    missing = size - len(known)
+    size, recorded = attempt.entry.world_size, {*attempt.ranks, *attempt.progress}
+    missing = size - len(recorded)
     if missing <= 0 or size == 1:
         return ""
     if missing > 1:
         return f"{missing:,} of {size:,} ranks were not recorded"
-    rank = next(rank for rank in range(size) if rank not in known)
+    rank = next(rank for rank in range(size) if rank not in recorded)
     return f"rank {rank} of {size:,} was not recorded"
 
 

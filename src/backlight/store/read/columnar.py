@@ -145,10 +145,12 @@ class ParquetFile:
     def numbers(self, table: Any, column: str, kind: str) -> npt.NDArray[Any]:
         """Return a column as numbers of a dtype, or refuse another type and missing values."""
         with self._reading():
-            found = table[column]
-            if found.null_count or found.type.to_pandas_dtype() is not np.dtype(kind).type:
-                raise ValueError(f"column {column!r} is {found.type} with {found.null_count} missing values")
-            values: npt.NDArray[Any] = found.to_numpy()
+            chunked = table[column]
+            if chunked.null_count or chunked.type.to_pandas_dtype() is not np.dtype(kind).type:
+                raise ValueError(
+                    f"column {column!r} is {chunked.type} with {chunked.null_count} missing values"
+                )
+            values: npt.NDArray[Any] = chunked.to_numpy()
         return values
 
     def damaged(self, problem: object) -> RunFormatError:
@@ -183,12 +185,12 @@ class ColumnarDataset:
             self._mirror = mirror_of(path)
             for name, size in self.index.files.items():
                 if self._mirror is None:
-                    found = untrusted_files.check(location / name, MAX_FILE_BYTES, owners=owners)
+                    bytes_there = untrusted_files.check(location / name, MAX_FILE_BYTES, owners=owners)
                 else:
-                    found = self._mirror.sizes.get(location / name, 0)
-                if found != size:
+                    bytes_there = self._mirror.sizes.get(location / name, 0)
+                if bytes_there != size:
                     raise RunFormatError(
-                        f"{location / name}: has {found} bytes, expected {size}; restore it from a copy"
+                        f"{location / name}: has {bytes_there} bytes, expected {size}; restore it from a copy"
                     )
         except OSError as error:
             raise RunFormatError(f"{error.filename}: cannot be read: {error.strerror}") from error
@@ -406,21 +408,21 @@ def _grid(
     steps = step_SP[:, 0] if P else np.zeros(0, np.int64)
     if (step_SP != steps[:, None]).any() or (np.diff(steps) <= 0).any():
         raise file.damaged("its steps are not in order")
-    found = {c: shaped(c, "int64" if c in integers else "float64") for c in columns if c != "measured"}
+    grids = {c: shaped(c, "int64" if c in integers else "float64") for c in columns if c != "measured"}
     mask = {c: shaped(c, "bool") for c in masks}
     if "measured" in columns:
-        found["measured"] = mask["measured"].astype(np.int64)
+        grids["measured"] = mask["measured"].astype(np.int64)
     if tuple(axis) != tuple(names):
         at_P = np.array([names.index(name) for name in axis], dtype=np.int64)
         void = _void(columns, steps, names, integers)
         for c, values in void.columns.items():
-            values[:, at_P] = found[c]
-        found = dict(void.columns)
+            values[:, at_P] = grids[c]
+        grids = dict(void.columns)
         wide = {c: np.zeros((len(steps), len(names)), dtype=bool) for c in masks}
         for c, values in wide.items():
             values[:, at_P] = mask[c]
         mask = wide
-    return Block(steps, {c: found[c] for c in columns}, mask["measured"], mask.get("any_rank"))
+    return Block(steps, {c: grids[c] for c in columns}, mask["measured"], mask.get("any_rank"))
 
 
 def _void(columns: Sequence[str], steps: Steps, names: Sequence[str], integers: Any) -> Block:

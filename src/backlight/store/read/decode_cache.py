@@ -70,36 +70,36 @@ class DecodeCache:
         kind = names, tuple((f.path, f.inode, f.step_offset, tuple(f.table_names)) for f in files)
         mark = tuple((f.last[f"series_{series}"], f.last["scalar"]) for f in files)
         with self._lock:
-            held = self._columns.get(key)
-            if held is None or held.kind != kind:
-                held = self._columns[key] = _Column(kind)
+            cached = self._columns.get(key)
+            if cached is None or cached.kind != kind:
+                cached = self._columns[key] = _Column(kind)
             self._columns.move_to_end(key)
-            if mark not in held.versions:
-                known = next(reversed(held.versions), None)
-                if known is not None and _is_behind(mark, known):
+            if mark not in cached.versions:
+                newest = next(reversed(cached.versions), None)
+                if newest is not None and _is_behind(mark, newest):
                     return read(None, {})  # older than all that is kept
-                found = (
+                decoded = (
                     read(None, {})
-                    if known is None
-                    else _grown(held.versions[known], known, files, series, read)
+                    if newest is None
+                    else _grown(cached.versions[newest], newest, files, series, read)
                 )
-                found.values.flags.writeable = found.measured.flags.writeable = False
-                held.versions[mark] = found
-                if len(held.versions) > MAX_VERSIONS:
-                    del held.versions[next(iter(held.versions))]
+                decoded.values.flags.writeable = decoded.measured.flags.writeable = False
+                cached.versions[mark] = decoded
+                if len(cached.versions) > MAX_VERSIONS:
+                    del cached.versions[next(iter(cached.versions))]
                 while (
                     sum(c.nbytes for c in self._columns.values()) > self._most_bytes
                     and len(self._columns) > 1
                 ):
                     self._columns.popitem(last=False)
-            return held.versions[mark]
+            return cached.versions[mark]
 
     def scalars(self, owner: object, file: RankFile) -> dict[int, Logged]:
         """Return all scalars of a file by id, reading only new rows."""
         last = file.last["scalar"]
         with self._lock:
-            known, row, logs = self._scalars.get(file.path, (None, 0, {}))
-            if known != (owner, file.inode):
+            source, row, logs = self._scalars.get(file.path, (None, 0, {}))
+            if source != (owner, file.inode):
                 row, logs = 0, {}
             elif row > last:
                 return file.scalars()  # an older reading
@@ -117,7 +117,7 @@ def _appended(logged: Logged, new: Logged) -> Logged:
     return np.concatenate([logged[0], new[0]]), np.concatenate([logged[1], new[1]])
 
 
-def _grown(known: Frame, mark: Mark, files: Sequence[RankFile], series: str, read: Read) -> Frame:
+def _grown(frame: Frame, mark: Mark, files: Sequence[RankFile], series: str, read: Read) -> Frame:
     """Return a column that was decoded up to ``mark`` with what came since."""
     news = [
         step
@@ -126,12 +126,12 @@ def _grown(known: Frame, mark: Mark, files: Sequence[RankFile], series: str, rea
         if step is not None
     ]
     if not news:
-        return known
+        return frame
     first = min(news)
     # Where all new steps lie behind the known ones, no older row can belong to them.
-    is_behind_all = not len(known.steps) or first > known.steps[-1]
+    is_behind_all = not len(frame.steps) or first > frame.steps[-1]
     after = {file: row for file, (row, _) in zip(files, mark, strict=True)} if is_behind_all else {}
-    return known.followed_by(read((first, _NO_STEP), after), first)
+    return frame.followed_by(read((first, _NO_STEP), after), first)
 
 
 def _is_behind(mark: Mark, other: Mark) -> bool:
@@ -141,8 +141,10 @@ def _is_behind(mark: Mark, other: Mark) -> bool:
 
 def _position_after(file: RankFile, row: int) -> int | None:
     """Return the first step with a new position of the rank: ranks are aligned by positions."""
-    known = file.scalar_ids("backlight", POSITION)
-    if file.last["scalar"] <= row or not known:
+    position_ids = file.scalar_ids("backlight", POSITION)
+    if file.last["scalar"] <= row or not position_ids:
         return None
-    found = file.scalars(after=row)
-    return min((int(found[identifier][0].min()) for identifier in known if identifier in found), default=None)
+    news = file.scalars(after=row)
+    return min(
+        (int(news[identifier][0].min()) for identifier in position_ids if identifier in news), default=None
+    )

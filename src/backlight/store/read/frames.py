@@ -108,21 +108,21 @@ def model_order(tables: Sequence[Sequence[str]]) -> tuple[str, ...]:
     end, as the stages of a pipeline do.
     """
     order: list[str] = []
-    known: set[str] = set()
+    placed: set[str] = set()
     for table in tables:
         if not order:
             order = list(dict.fromkeys(table))
-            known = set(order)
+            placed = set(order)
             continue
-        if all(name in known for name in table):
+        if all(name in placed for name in table):
             continue
-        at = next((order.index(name) for name in table if name in known), len(order))
+        at = next((order.index(name) for name in table if name in placed), len(order))
         for name in table:
-            if name in known:
+            if name in placed:
                 at = order.index(name) + 1
             else:
                 order.insert(at, name)
-                known.add(name)
+                placed.add(name)
                 at += 1
     return tuple(order)
 
@@ -139,12 +139,12 @@ class Holders:
         """Return the indices of parameters by the ranks that hold their shards: most are sharded equally."""
         kind = series in OF_GRADIENTS
         if kind not in self._by_kind:
-            found: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+            by_shards: dict[tuple[tuple[int, ...], ...], list[int]] = {}
             for p, name in enumerate(self.names):
-                holders = [(r, known[name]) for r, known in enumerate(self.records) if name in known]
+                holders = [(r, records[name]) for r, records in enumerate(self.records) if name in records]
                 if shards := _shards(holders, series):
-                    found.setdefault(tuple(map(tuple, shards)), []).append(p)
-            self._by_kind[kind] = {shards: np.array(at, dtype=np.int64) for shards, at in found.items()}
+                    by_shards.setdefault(tuple(map(tuple, shards)), []).append(p)
+            self._by_kind[kind] = {shards: np.array(at, dtype=np.int64) for shards, at in by_shards.items()}
         return self._by_kind[kind]
 
 
@@ -164,8 +164,8 @@ def join_ranks(
     steps = np.unique(np.concatenate([b.steps for b in blocks]))
     aligned = [_on(block, steps) for block in blocks]
     positions_RS = np.full((len(blocks), len(steps)), np.nan)
-    for r, found in enumerate(positions):
-        positions_RS[r] = [found.get(step, np.nan) for step in steps.tolist()]
+    for r, logged in enumerate(positions):
+        positions_RS[r] = [logged.get(step, np.nan) for step in steps.tolist()]
     kinds = {name: next(c for c in schema.columns if c.name == name) for name in blocks[0].columns}
     S, P = len(steps), len(holders.names)
     measured, any_rank = np.zeros((S, P), dtype=bool), np.zeros((S, P), dtype=bool)
@@ -193,12 +193,12 @@ def join_ranks(
 def total(norms: Frame) -> Logged:
     """Return the norm over all parameters, each once, at the steps at which all of them are known."""
     norm_SP = np.where(norms.measured, norms.values, 0.0)
-    known = ~norms.incomplete().any(axis=1) & norms.measured.any(axis=1)
+    complete = ~norms.incomplete().any(axis=1) & norms.measured.any(axis=1)
     with np.errstate(over="ignore", invalid="ignore"):
         # hypot returns infinity for (inf, NaN): NaN is restored.
         undefined = np.isnan(norm_SP).any(axis=1)
         total_S = np.where(undefined, np.nan, np.hypot.reduce(norm_SP, axis=1, initial=0.0))
-    return norms.steps[known], total_S[known]
+    return norms.steps[complete], total_S[complete]
 
 
 def join_attempts(blocks: Sequence[Block]) -> Block:
@@ -233,8 +233,8 @@ def _on(block: Block, steps: Steps) -> Block:
 
 def placement(record: ParameterRecord, series: str) -> Placement:
     """Return the placement of the numbers of a series about a parameter."""
-    own = record.gradient if series in OF_GRADIENTS else None
-    return record.placement if own is None else own
+    of_gradient = record.gradient if series in OF_GRADIENTS else None
+    return record.placement if of_gradient is None else of_gradient
 
 
 def divided(record: ParameterRecord, series: str) -> bool:
@@ -257,8 +257,8 @@ def _shards(holders: Sequence[tuple[int, ParameterRecord]], series: str) -> list
     for r, place in sharded:
         if 0 not in place.local_shape:
             groups.setdefault((place.offset, place.local_shape), []).append(r)
-    held = sum(math.prod(shape) for _, shape in groups)
-    return list(groups.values()) if held == math.prod(sharded[0][1].global_shape) else []
+    covered = sum(math.prod(shape) for _, shape in groups)
+    return list(groups.values()) if covered == math.prod(sharded[0][1].global_shape) else []
 
 
 def _agreed(
@@ -288,10 +288,10 @@ def _agreed(
     return measured & agree, values, positions
 
 
-def _same(one: Array, other: Array) -> Mask:
-    if one.dtype.kind != "f":
-        return np.asarray(one == other)
-    return np.isclose(one, other, rtol=RELATIVE_TOLERANCE, atol=0.0, equal_nan=True)
+def _same(first: Array, second: Array) -> Mask:
+    if first.dtype.kind != "f":
+        return np.asarray(first == second)
+    return np.isclose(first, second, rtol=RELATIVE_TOLERANCE, atol=0.0, equal_nan=True)
 
 
 def _are_aligned(positions: Sequence[Array]) -> Mask:
@@ -434,10 +434,10 @@ def _windows(
 
 def scalars(files: Sequence[RankFile], source: str, name: str) -> dict[int, Logged]:
     """Return the values of a scalar over global steps, by the ranks that logged it."""
-    found = {
+    by_rank_logged = {
         rank: latest([file.scalar(source, name) for file in mine]) for rank, mine in by_rank(files).items()
     }
-    return {rank: logged for rank, logged in found.items() if len(logged[0])}
+    return {rank: logged for rank, logged in by_rank_logged.items() if len(logged[0])}
 
 
 def lowest(values: Mapping[int, Logged]) -> Logged:
@@ -465,8 +465,8 @@ def from_total(files: Sequence[RankFile], name: str, norms: Callable[[], Frame])
         return stated
     limits = dict(zip(*lowest(scalars(files, "backlight", "clip/limit")), strict=True))
     steps, totals = total(norms())
-    known = np.isin(steps, by_total[0]) & np.isin(steps, list(limits))
-    steps, totals = steps[known], totals[known]
+    limited = np.isin(steps, by_total[0]) & np.isin(steps, list(limits))
+    steps, totals = steps[limited], totals[limited]
     limits_S = np.array([limits[step] for step in steps])
     computed = totals if name == "clip/norm" else np.minimum(1.0, limits_S / (totals + _EPSILON))
     return latest([stated, (steps, computed)])

@@ -127,8 +127,8 @@ class RankFile:
 
     def steps(self, series: str, part: int | None = None, after: int = 0) -> Steps:
         """Return the global steps of a series, sorted, each once, of its recorded steps behind ``after``."""
-        found = [steps for of, steps in self._parts_and_steps(series, after) if part in {None, of}]
-        return np.unique(np.concatenate([NOTHING[0], *found])) + self.step_offset
+        parts = [steps for of, steps in self._parts_and_steps(series, after) if part in {None, of}]
+        return np.unique(np.concatenate([NOTHING[0], *parts])) + self.step_offset
 
     def parts(self, series: str) -> list[int]:
         """Return the parts of which rows of a series were recorded, sorted."""
@@ -315,8 +315,8 @@ class RankFile:
 
     def last_event(self, kind: str) -> dict[str, Any] | None:
         """Return the payload of the last event of a kind, None without one."""
-        found = self.events(kind)
-        return found[-1][3] if found else None
+        events = self.events(kind)
+        return events[-1][3] if events else None
 
     def findings(self) -> list[Finding]:
         """Return the stored findings, in the order of writing."""
@@ -352,15 +352,15 @@ class RankFile:
         """Return how far each table goes, all at one moment between two flushes of a living writer."""
         selects = {name: f"SELECT '{name}', max(id) FROM {name}" for name in ROWS}
         try:
-            found: dict[str, Any] = dict(self._snapshot.rows(" UNION ALL ".join(selects.values())))
+            last_ids: dict[str, Any] = dict(self._snapshot.rows(" UNION ALL ".join(selects.values())))
         except RunFormatError:
-            found = {}
+            last_ids = {}
             for name, select in selects.items():
                 try:
-                    found |= dict(self._snapshot.rows(select))
+                    last_ids |= dict(self._snapshot.rows(select))
                 except RunFormatError as error:
                     self._lose(f"table {name} is not readable: {error}")
-        return {n: last if isinstance(last := found.get(n), int) and last > 0 else 0 for n in ROWS}
+        return {n: last if isinstance(last := last_ids.get(n), int) and last > 0 else 0 for n in ROWS}
 
     def _within(self, table: str, after: int) -> str:
         # A living writer adds to the last block of scalars, whose id grows with it.
@@ -377,14 +377,14 @@ class RankFile:
         if last <= after:
             return []
         select = f"SELECT * FROM {table} WHERE {self._within(table, after)}{where}"
-        found = [
+        blocks = [
             ROWS[table](*row) if is_sound(table, row) else None for row in self._snapshot.salvage(select)
         ]
-        rows = [row for row in found if row is not None and usable(row)]
+        rows = [row for row in blocks if row is not None and usable(row)]
         if where:
             self._lose_gaps(table)
-            if len(rows) != len(found):
-                self._lose(f"{len(found) - len(rows)} blocks of table {table} are damaged and left out")
+            if len(rows) != len(blocks):
+                self._lose(f"{len(blocks) - len(rows)} blocks of table {table} are damaged and left out")
         elif (missing := last - after - sum(_span(row, after, last) for row in rows)) > 0:
             self._lose(f"{missing} of {last} rows of table {table} are damaged and left out")
         return rows
@@ -396,8 +396,8 @@ class RankFile:
         self._counted.add(table)
         last = self.last[table]
         with contextlib.suppress(RunFormatError):  # what cannot be read is reported where it is read
-            ((found,),) = self._snapshot.rows(f"SELECT sum(id - first + 1) FROM {table} WHERE id <= {last}")
-            if found != last:
+            ((total,),) = self._snapshot.rows(f"SELECT sum(id - first + 1) FROM {table} WHERE id <= {last}")
+            if total != last:
                 self._lose(f"the blocks of table {table} are not {last} rows: some are damaged and left out")
 
     def _parsed(self, table: str, text: str, parse: Callable[[str], T]) -> T | None:

@@ -218,12 +218,12 @@ class Run:
         """
         newest: dict[str, ParameterRecord] = {}
         for opened in self._opened:
-            own: dict[str, ParameterRecord] = {}
+            of_attempt: dict[str, ParameterRecord] = {}
             for file in opened.files:
                 # Parsing the tables of a thousand ranks takes seconds, and most have the same parameters.
-                if not all(name in own for names in file.table_names.values() for name in names):
-                    own = {p.name: p for table in file.tables.values() for p in table} | own
-            newest |= own
+                if not all(name in of_attempt for names in file.table_names.values() for name in names):
+                    of_attempt = {p.name: p for table in file.tables.values() for p in table} | of_attempt
+            newest |= of_attempt
         return tuple(newest[name].unsharded() for name in self._names)
 
     def ranks(self, attempt: int = -1) -> tuple[RankState, ...]:
@@ -273,8 +273,8 @@ class Run:
         schema = _schema(series)
         unit = frames.unit(schema, column)
         if unit is None:
-            known = ", ".join([c.name for c in schema.columns] + [d.name for d in schema.derived])
-            raise KeyError(f"series {series!r} has no column {column!r}; it has {known}")
+            columns = ", ".join([c.name for c in schema.columns] + [d.name for d in schema.derived])
+            raise KeyError(f"series {series!r} has no column {column!r}; it has {columns}")
         groups = self._by_attempt(attempt, rank)
         files = [file for group in groups for file in group]
         key = (self._owner, series, column, attempt, rank, part)
@@ -386,12 +386,12 @@ class Run:
         KeyError
             If there is no array of that name.
         """
-        found = array_infos(self._opened, self._lost, storable(name))
-        if not found:
+        infos = array_infos(self._opened, self._lost, storable(name))
+        if not infos:
             raise KeyError(
                 f"no array is called {name!r}; there are {', '.join(self.array_names()) or 'none'}"
             )
-        return found[-1]
+        return infos[-1]
 
     def array(
         self, name: str, *, attempt: int | None = None, rank: int | None = None

@@ -70,8 +70,8 @@ def list_runs(folder: Path) -> list[ListedRun]:
     NoRunError
         If ``folder`` does not exist, or cannot be read.
     """
-    found = [_listed(path) for path in ([folder] if _is_run(folder) else _children(folder))]
-    return sorted(found, key=lambda run: (run.started is None, -(run.started or 0.0), run.path.name))
+    runs = [_listed(path) for path in ([folder] if _is_run(folder) else _children(folder))]
+    return sorted(runs, key=lambda run: (run.started is None, -(run.started or 0.0), run.path.name))
 
 
 def is_listed(file: PurePosixPath) -> bool:

@@ -20,6 +20,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,14 +56,14 @@ class Snapshot:
     connection to a complete file open between queries.
     """
 
-    def __init__(self, path: Path, *, live: bool = False, own: bool = False, hold: bool = False) -> None:
+    def __init__(self, path: Path, *, live: bool = False, is_own: bool = False, hold: bool = False) -> None:
         self.path = path
         self._uri = path.absolute().as_uri()
         self._log = sibling(path, "-wal")
         self.live = live
-        self._own = own
+        self._is_own = is_own
         self._hold = hold
-        self._held: tuple[object, Connection] | None = None
+        self._open: tuple[object, Connection] | None = None
         self._lock = threading.RLock()
         self._copy: Path | None = None
         self._check_files()
@@ -108,7 +109,7 @@ class Snapshot:
                     break
                 # The writer may just have closed; if it stays locked, a copy can still be made.
                 time.sleep(0.002 * i)
-                if i > _TRIES // 2 and not self._own:
+                if i > _TRIES // 2 and not self._is_own:
                     self.live = False
             except (sqlite3.DatabaseError, OSError, OverflowError, UnicodeDecodeError) as error:
                 problem = error
@@ -122,32 +123,32 @@ class Snapshot:
         """
         with contextlib.suppress(RunFormatError):
             return self.rows(f"{select} ORDER BY id")
-        found: dict[object, tuple[Any, ...]] = {}
+        by_id: dict[object, tuple[Any, ...]] = {}
         for order in ("ASC", "DESC"):
             with contextlib.suppress(RunFormatError):
-                rows = self.read(lambda one, by=order: one.readable(f"{select} ORDER BY id {by}"))  # type: ignore[misc]
-                found |= {row[0]: row for row in rows}
-        return [found[i] for i in sorted(i for i in found if isinstance(i, int))]
+                rows = self.read(methodcaller("readable", f"{select} ORDER BY id {order}"))
+                by_id |= {row[0]: row for row in rows}
+        return [by_id[i] for i in sorted(i for i in by_id if isinstance(i, int))]
 
     @contextlib.contextmanager
     def _connection(self) -> Iterator[Connection]:
         with self._lock:
             uri, state = self._target()
             if self._hold and state is not None:
-                if self._held is None or self._held[0] != state:
+                if self._open is None or self._open[0] != state:
                     self._release()
                     connection = _connect(uri)
-                    self._held = state, connection
+                    self._open = state, connection
                     weakref.finalize(self, connection.close)
-                yield self._held[1]
+                yield self._open[1]
                 return
         with contextlib.closing(_connect(uri)) as connection:
             yield connection
 
     def _release(self) -> None:
-        if self._held is not None:
-            self._held[1].close()
-            self._held = None
+        if self._open is not None:
+            self._open[1].close()
+            self._open = None
 
     def _target(self) -> tuple[str, object]:
         """Return how to open the file, and its state while nothing changes it; None where it may change."""
@@ -162,7 +163,7 @@ class Snapshot:
                 stat = self.path.stat()
                 state = (stat.st_ino, stat.st_size, stat.st_mtime_ns)
                 return f"{self._uri}?mode=ro&immutable=1", None if self.live else state
-            if self._own:
+            if self._is_own:
                 raise sqlite3.OperationalError("the log of this process has no shared memory")
             self._copy = self._copied()
         return f"{self._copy.as_uri()}?mode=ro", "copy"

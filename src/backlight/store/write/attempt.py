@@ -203,7 +203,7 @@ def part_path(path: Path) -> Path:
 
 def enter(
     path: Path,
-    own: Manifest,
+    new: Manifest,
     step_offset: int | None,
     *,
     launch: str | None,
@@ -222,26 +222,26 @@ def enter(
     RunExistsError
         If no directory can take it.
     """
-    rank, world_size = own.attempts[0].first, own.attempts[0].world_size
+    rank, world_size = new.attempts[0].first, new.attempts[0].world_size
     if rank == 0:
         try:
-            return enter_first(path, own, step_offset, resume=resume, numbered=numbered, share=share), ""
+            return enter_first(path, new, step_offset, resume=resume, numbered=numbered, share=share), ""
         except RunExistsError:
             if otherwise is None:
                 raise
-            return enter_first(otherwise, own, step_offset, numbered=world_size == 1, share=share), ""
+            return enter_first(otherwise, new, step_offset, numbered=world_size == 1, share=share), ""
     timeout_s = JOIN_TIMEOUT_S if join_timeout is None else join_timeout
     try:
         return enter_further(path, rank=rank, launch=launch, timeout_s=timeout_s, otherwise=otherwise), ""
     except RunExistsError as error:
         if join_timeout is None:
             raise
-        return enter_first(part_path(path), own, step_offset, resume=resume, share=share), str(error)
+        return enter_first(part_path(path), new, step_offset, resume=resume, share=share), str(error)
 
 
 def enter_first(
     path: Path,
-    own: Manifest,
+    new: Manifest,
     step_offset: int | None,
     *,
     resume: bool = False,
@@ -258,11 +258,11 @@ def enter_first(
     while True:
         free = next(names)
         with contextlib.suppress(_TakenError), _entering(free, new=numbered, share=share) as created:
-            if own.attempts[0].first and (free / MANIFEST).exists():
-                joined = _joined(free, own.attempts[0].first, own.attempts[0].launch)
+            if new.attempts[0].first and (free / MANIFEST).exists():
+                joined = _joined(free, new.attempts[0].first, new.attempts[0].launch)
                 if joined is not None:
                     return joined
-            return _open_attempt(free, own, step_offset, created, resume=resume)
+            return _open_attempt(free, new, step_offset, created, resume=resume)
 
 
 def enter_further(
@@ -280,9 +280,9 @@ def enter_further(
         )
     began = clock.monotonic()
     while True:
-        for one in (path, otherwise):
+        for folder in (path, otherwise):
             with contextlib.suppress(RunFormatError):
-                joined = None if one is None else _joined(one, rank, launch)
+                joined = None if folder is None else _joined(folder, rank, launch)
                 if joined is not None:
                     return joined
         waited = clock.monotonic() - began
@@ -339,13 +339,13 @@ def _entering(path: Path, *, new: bool = False, share: bool = False) -> Iterator
 
 
 def _open_attempt(
-    path: Path, own: Manifest, step_offset: int | None, created: list[Path], *, resume: bool
+    path: Path, new: Manifest, step_offset: int | None, created: list[Path], *, resume: bool
 ) -> Entry:
     """Add the attempt of ``own`` to the run at ``path``, after its last step unless an offset is given."""
-    (attempt,) = own.attempts
-    manifest = _existing_run(path, attempt, resume=resume) or own
+    (attempt,) = new.attempts
+    manifest = _existing_run(path, attempt, resume=resume) or new
     previous = earlier = None
-    if manifest is not own:
+    if manifest is not new:
         earlier = _expected_fingerprint(path, manifest.attempts, attempt, attempt.first)
         previous = untrusted_files.read(path / MANIFEST)
         if step_offset is None:
@@ -356,8 +356,8 @@ def _open_attempt(
             entry.progress.status = entry.progress.status_now()
         attempt.index = max((entry.index for entry in manifest.attempts), default=-1) + 1
         manifest.attempts.append(attempt)
-        manifest.groups.update(own.groups)
-        manifest.overrides.update(own.overrides)
+        manifest.groups.update(new.groups)
+        manifest.overrides.update(new.overrides)
     attempt.step_offset = step_offset or 0
     entered = Entry(path, manifest, attempt, attempt.progress, attempt.first, created, previous, earlier)
     while entered.folder.exists() and any(entered.folder.iterdir()):
@@ -386,7 +386,7 @@ def _joined(path: Path, rank: int, launch: str) -> Entry | None:
     return Entry(path, manifest, newest, Progress.begin(), rank, earlier=earlier)
 
 
-def _existing_run(path: Path, own: AttemptEntry, *, resume: bool) -> Manifest | None:
+def _existing_run(path: Path, new: AttemptEntry, *, resume: bool) -> Manifest | None:
     """Return the manifest of the run at ``path``, None where a new run may begin, or refuse the folder."""
     if not (path / MANIFEST).exists():
         if any(not _is_leftover(child) for child in path.iterdir()):
@@ -397,7 +397,7 @@ def _existing_run(path: Path, own: AttemptEntry, *, resume: bool) -> Manifest | 
         progress = entry.progress
         if progress.status_now() is not RunStatus.RUNNING:
             continue
-        if _is_restart(own, entry) and progress.process.alive() is None:
+        if _is_restart(new, entry) and progress.process.alive() is None:
             # A job runs once: when it starts again, its earlier start on another machine has ended.
             progress.status = RunStatus.KILLED
         else:
@@ -407,43 +407,43 @@ def _existing_run(path: Path, own: AttemptEntry, *, resume: bool) -> Manifest | 
                 who, fix = "this process", "stop the watch that writes it first, or choose another directory"
             msg = f"{path}: is still being written by {who} (attempt {entry.index}); {fix}"
             raise RunExistsError(msg)
-    if not manifest.attempts or any(_is_restart(own, entry) for entry in manifest.attempts):
+    if not manifest.attempts or any(_is_restart(new, entry) for entry in manifest.attempts):
         return manifest
     newest = manifest.attempts[-1]
-    held = Path(newest.script).name
-    if held and own.script and held != Path(own.script).name:
+    script = Path(newest.script).name
+    if script and new.script and script != Path(new.script).name:
         raise RunExistsError(
-            f"{path}: holds another training run (of {held}, this script is {Path(own.script).name}); "
+            f"{path}: holds another training run (of {script}, this script is {Path(new.script).name}); "
             "choose another --out"
         )
     if not resume:
-        what = f"a run of {held}" if held else "a run"
+        what = f"a run of {script}" if script else "a run"
         raise RunHeldError(
             f"{path}: holds {what} already ({newest.progress.status_now().value}); choose another --out"
         )
     return manifest
 
 
-def _is_restart(own: AttemptEntry, entry: AttemptEntry) -> bool:
+def _is_restart(new: AttemptEntry, entry: AttemptEntry) -> bool:
     """Return whether the job of ``entry`` starts again as ``own``.
 
     torchrun keeps the number of the restart when only the number of its ranks changes. For a single process
     an equal number is another command of the same job.
     """
-    several = max(own.world_size, entry.world_size) > 1
-    return job_of(own.launch) == job_of(entry.launch) and (several or own.launch != entry.launch)
+    several = max(new.world_size, entry.world_size) > 1
+    return job_of(new.launch) == job_of(entry.launch) and (several or new.launch != entry.launch)
 
 
 def _expected_fingerprint(
-    path: Path, attempts: list[AttemptEntry], own: AttemptEntry, rank: int
+    path: Path, attempts: list[AttemptEntry], new: AttemptEntry, rank: int
 ) -> Fingerprint | None:
     """Return the fingerprint that ``rank`` must have to go on with a run; None if it restarts its job."""
-    if not attempts or any(_is_restart(own, entry) for entry in attempts):
+    if not attempts or any(_is_restart(new, entry) for entry in attempts):
         return None
     document = path / attempt_folder(attempts[-1].index) / document_name(rank)
     try:
-        found = read_document(document).get("fingerprint")
-        return None if found is None else codec.convert(found, Fingerprint)
+        stored = read_document(document).get("fingerprint")
+        return None if stored is None else codec.convert(stored, Fingerprint)
     except (RunFormatError, OSError, ValueError):
         return None
 

@@ -312,8 +312,8 @@ class _Conversion:
         for name, digests in self.digests.items():
             path = self.folder / f"{name}.parquet"
             with pq.ParquetFile(path, page_checksum_verification=True) as file:
-                found = [_digest(file.read_row_group(i)) for i in range(file.num_row_groups)]
-            if found != digests:
+                read_back = [_digest(file.read_row_group(i)) for i in range(file.num_row_groups)]
+            if read_back != digests:
                 raise RunFormatError(f"{path.name}: what was written is not what was read")
 
 

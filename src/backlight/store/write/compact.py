@@ -99,7 +99,7 @@ def compact(
     result = Compaction()
     read_manifest(Path(path))
     try:
-        with _held(Path(path), result, links=True) as run:
+        with _pinned_folder(Path(path), result, links=True) as run:
             refuse_links(run)
             with locked(run):
                 _compact(run, result, every, force, advance)
@@ -109,7 +109,7 @@ def compact(
 
 
 @contextlib.contextmanager
-def _held(folder: Path, result: Compaction, *, links: bool = False) -> Iterator[Path]:
+def _pinned_folder(folder: Path, result: Compaction, *, links: bool = False) -> Iterator[Path]:
     """Hold a folder open, and yield a path below which its files are; notes and errors have its name."""
     with pinned(folder, links=links) as path:
         try:
@@ -129,7 +129,7 @@ def _compact(path: Path, result: Compaction, every: int | None, force: bool, adv
     result.before = folder_size(path)
     for attempt in opened:
         if attempt.folder.is_dir():
-            with _held(attempt.folder, result) as folder:
+            with _pinned_folder(attempt.folder, result) as folder:
                 _compact_attempt(folder, attempt, every, advance, result)
     _sweep(path)
     manifest.write(path)
@@ -167,7 +167,7 @@ def _compact_attempt(
         except (RunFormatError, sqlite3.DatabaseError) as error:
             result.notes.append(str(error))
         if (folder / ARRAYS).is_dir():
-            with _held(folder / ARRAYS, result) as arrays:
+            with _pinned_folder(folder / ARRAYS, result) as arrays:
                 _pieces(arrays, rank, result)
     _to_columns(attempt, every, advance, result)
     for rank, progress in attempt.progress.items():
@@ -213,11 +213,11 @@ def _recover_local(
 
 def _merge_logs(folder: Path, rank: int) -> None:
     """Move the logs of the databases of a rank into them, and remove databases that wider ones replace."""
-    found = {
+    spans = {
         p.name: s for p in folder.iterdir() if (s := parse_database(p.name)) is not None and s[0] == rank
     }
-    names = unmerged(found.items())
-    for name in set(found) - set(names):
+    names = unmerged(spans.items())
+    for name in set(spans) - set(names):
         (folder / name).unlink()
         _remove_side_files(folder / name)
     for name in names:
@@ -259,13 +259,13 @@ def _to_columns(attempt: AttemptFiles, every: int | None, advance: Advance, resu
 
 def _remove_replaced(folder: Path, opened: AttemptFiles) -> None:
     """Remove what the newest dataset holds: older datasets, and the databases of its ranks."""
-    held = {file.rank for file in opened.files if isinstance(file, ColumnarRank)}
+    replaced_ranks = {file.rank for file in opened.files if isinstance(file, ColumnarRank)}
     for child in sorted(folder.iterdir()):
         span = parse_database(child.name)
-        if span is not None and span[0] in held:
+        if span is not None and span[0] in replaced_ranks:
             child.unlink()
             _remove_side_files(child)
-    for older in columns_folders(folder)[:-1] if held else []:
+    for older in columns_folders(folder)[:-1] if replaced_ranks else []:
         shutil.rmtree(older)
 
 
@@ -396,8 +396,8 @@ def _plan(run: Path, manifest: Manifest, part: Path) -> _Plan:
     out = _Plan()
     for entry in other.attempts:
         _refuse_living(part, entry.progress)
-        own = launches.get(entry.launch)
-        if own is None:
+        existing = launches.get(entry.launch)
+        if existing is None:
             raise RunExistsError(
                 f"{part}: attempt {entry.index} belongs to launch {entry.launch!r}, of which {run} has no "
                 f"attempt (it has {', '.join(map(repr, launches)) or 'none'}); join it to the run of its "
@@ -406,12 +406,12 @@ def _plan(run: Path, manifest: Manifest, part: Path) -> _Plan:
         opened = open_attempt(part, entry, other.run_id)
         for progress in opened.progress.values():
             _refuse_living(part, progress)
-        _plan_attempt(run, own, opened, out)
+        _plan_attempt(run, existing, opened, out)
     return out
 
 
-def _plan_attempt(run: Path, own: AttemptEntry, opened: AttemptFiles, out: _Plan) -> None:
-    target = run / attempt_folder(own.index)
+def _plan_attempt(run: Path, existing_attempt: AttemptEntry, opened: AttemptFiles, out: _Plan) -> None:
+    target = run / attempt_folder(existing_attempt.index)
     if not opened.folder.is_dir():
         return
     if columns_folders(opened.folder):
@@ -430,7 +430,7 @@ def _plan_attempt(run: Path, own: AttemptEntry, opened: AttemptFiles, out: _Plan
                     raise _conflict(existing, source)
                 continue
             out.documents[existing] = document
-            out.ranks.setdefault(own.index, []).append(rank)
+            out.ranks.setdefault(existing_attempt.index, []).append(rank)
         elif (target / below).exists():
             if not filecmp.cmp(source, target / below, shallow=False):
                 raise _conflict(target / below, source)

@@ -123,7 +123,7 @@ class Batch:
         for name, steps in self.series.items():
             table = f"series_{name}"
             rows[table] = list(series_blocks(steps, sizes, last[table]))
-        return {table: [sealed(table, row) for row in found] for table, found in rows.items()}
+        return {table: [sealed(table, row) for row in rows_of_table] for table, rows_of_table in rows.items()}
 
 
 def _connect(path: Path) -> Connection:
@@ -244,9 +244,9 @@ class RankDatabase:
         """Return the blocks that replace old ones of the first ``written`` values, and the event of it."""
         before = newest - encoding.WHOLE_STEPS
         ((last,),) = self._run(f"SELECT max(id) FROM scalar WHERE step < {before} AND id <= {written}")
-        found = self._run(f"SELECT size, floats, ints FROM scalar WHERE id <= {last or 0} ORDER BY id")
+        stored = self._run(f"SELECT size, floats, ints FROM scalar WHERE id <= {last or 0} ORDER BY id")
         try:
-            logged = LoggedValues.join([decode_scalars(*row) for row in found])
+            logged = LoggedValues.join([decode_scalars(*row) for row in stored])
         except RunFormatError:  # what is damaged stays as it is, for the reader to report
             return [], Batch()
         width = encoding.bin_width(before)
@@ -401,9 +401,9 @@ AGE_SHARE = 1 / 20
 
 def is_scratch(folder: Path) -> bool:
     """Return whether a folder is one in which a run of this user keeps its open database."""
-    found = folder.stat(follow_symlinks=False)
-    is_private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
-    is_own = not hasattr(os, "geteuid") or found.st_uid == os.geteuid()
+    state = folder.stat(follow_symlinks=False)
+    is_private = stat.S_ISDIR(state.st_mode) and not state.st_mode & 0o077
+    is_own = not hasattr(os, "geteuid") or state.st_uid == os.geteuid()
     return folder.name.startswith(_SCRATCH) and is_private and is_own
 
 

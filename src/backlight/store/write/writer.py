@@ -184,7 +184,7 @@ class RunWriter:
             progress=progress,
             first=rank,
         )
-        own = Manifest(
+        manifest = Manifest(
             run_id=run,
             name=storable(name),
             created=clock.unix_time(),
@@ -193,7 +193,7 @@ class RunWriter:
             attempts=[attempt],
         )
         entry, part_reason = enter(
-            Path(path), own, step_offset, launch=run_id, join_timeout=join_timeout,
+            Path(path), manifest, step_offset, launch=run_id, join_timeout=join_timeout,
             otherwise=otherwise, resume=resume, numbered=numbered, share=share,
         )  # fmt: skip
         entry.redaction = redaction
@@ -285,11 +285,11 @@ class RunWriter:
             if not self._budget.keeps(step, source, self._batch.bytes):
                 return
             for name, value in values.items():
-                if (known := self._names.get((source, name))) is None:
-                    known = self._names[source, name] = len(self._names) + 1
-                    self._batch.names.append((known, storable(source), storable(name)))
+                if (identifier := self._names.get((source, name))) is None:
+                    identifier = self._names[source, name] = len(self._names) + 1
+                    self._batch.names.append((identifier, storable(source), storable(name)))
                 if self._fits("scalar", database.SCALAR_BYTES):
-                    self._batch.scalars.append((known, int(step), float(value)))
+                    self._batch.scalars.append((identifier, int(step), float(value)))
 
     def event(self, step: int | None, kind: str, payload: Mapping[str, Any]) -> None:
         """Buffer one event; ``payload`` becomes JSON."""

@@ -184,9 +184,9 @@ def memory_tables(content: Content) -> dict[str, Table]:
         "modules": Table(
             (
                 word("module", lambda row: row["name"] or "(no module)"),
-                Column("self", "own", size, adds=True), Column("total", "inclusive", size), *by_kind,
+                Column("self", "exclusive", size, adds=True), Column("total", "inclusive", size), *by_kind,
             ),
-            [row for row in content["modules"] if row["own"]], brief=10, wide=max(0, len(kinds) - 4),
+            [row for row in content["modules"] if row["exclusive"]], brief=10, wide=max(0, len(kinds) - 4),
         ),
         "largest": Table(
             (
