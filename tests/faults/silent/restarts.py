@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from faults.silent.loop import batches, control, fault, perceptron
 
@@ -147,6 +147,54 @@ def rate_finder() -> None:
     """The weights are restored before each trial."""
     weights = {name: value.clone() for name, value in perceptron().state_dict().items()}
     epochs_of(adam, lambda _, model: model.load_state_dict(weights))
+
+
+def normal_by_data(layer: nn.Module) -> None:
+    if isinstance(layer, nn.Linear):
+        layer.weight.data.normal_(0.0, 0.2)
+        layer.bias.data.zero_()
+
+
+def xavier(layer: nn.Module) -> None:
+    if isinstance(layer, nn.Linear):
+        nn.init.xavier_uniform_(layer.weight)
+
+
+def reset(layer: nn.Module) -> None:
+    if isinstance(layer, nn.Linear):
+        layer.reset_parameters()
+
+
+def with_one_seed(layer: nn.Module) -> None:
+    if isinstance(layer, nn.Linear):
+        with torch.random.fork_rng():
+            torch.manual_seed(layer.out_features)
+            layer.reset_parameters()
+
+
+def _folds(initialise: Callable[[nn.Module], None]) -> None:
+    def loop() -> None:
+        epochs_of(adam, lambda _, model: model.apply(initialise))
+
+    loop.__name__ = f"folds_initialised_by_{initialise.__name__}"
+    control(loop)
+
+
+for function in (normal_by_data, xavier, reset, with_one_seed):
+    _folds(function)
+
+
+@control
+def folds_that_begin_with_a_copy_of_the_weights() -> None:
+    initial: list[Tensor] = []
+
+    def restore(_: int, model: nn.Module) -> None:
+        with torch.no_grad():
+            initial.extend([] if initial else [p.clone() for p in model.parameters()])
+            for parameter, value in zip(model.parameters(), initial, strict=True):
+                parameter.copy_(value)
+
+    epochs_of(adam, restore)
 
 
 @control

@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 from torch.utils.data import DataLoader
 
 from faults.silent.batches import samples
-from faults.silent.loop import Loop, control, fault, perceptron
+from faults.silent.loop import Loop, batches, control, fault, perceptron
 
 STEPS = 12
 EPOCHS = 2
@@ -88,6 +88,37 @@ def one_cycle_of_total_steps_stepped_per_epoch(injected: bool) -> None:
 @fault(rule="schedule", kind="per_epoch", severity="info", step=LONG * STEPS, names="for 60 steps")
 def cosine_of_all_steps_stepped_per_epoch(injected: bool) -> None:
     scheduled(lambda one: CosineAnnealingLR(one, LONG * STEPS), per_batch=not injected, epochs=LONG)
+
+
+def gone_at_the_end(make: Callable[[torch.optim.Optimizer], LRScheduler], *, per_batch: bool) -> None:
+    """Train in a function whose schedule ends with it, while the run goes on."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = make(optimizer)
+    for _ in range(LONG):
+        for x, y in batches(STEPS):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if per_batch:
+                schedule.step()
+        if not per_batch:
+            schedule.step()
+
+
+@fault(rule="schedule", kind="per_epoch", severity="warning", step=LONG * STEPS, names="for 60 steps")
+def one_cycle_of_a_function_stepped_per_epoch(injected: bool) -> None:
+    gone_at_the_end(one_cycle_of_total_steps, per_batch=not injected)
+
+
+@control
+def cosine_of_a_function_that_ends_with_the_run() -> None:
+    gone_at_the_end(lambda one: CosineAnnealingLR(one, LONG * STEPS), per_batch=True)
+
+
+@control
+def cosine_of_epochs_of_a_function() -> None:
+    gone_at_the_end(lambda one: CosineAnnealingLR(one, LONG), per_batch=False)
 
 
 def warm_up_and_cosine(optimizer: torch.optim.Optimizer) -> LRScheduler:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from backlight.capture.optimizers import parameters_of
+from backlight.capture.parameters import local
+from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.instrument.samples import (
+    UNRELATED,
+    Snapshot,
+    cosine,
+    sampled,
+    thinned,
+)
 from backlight.monitors.correctness.rules.trained_tensors import StateLost
 from backlight.user_code import user_line
 
@@ -21,6 +32,12 @@ RESTARTS = 2
 
 STEPS = 4
 """Steps that make an optimizer more than a trial: a search for the batch size takes three with each."""
+
+MAX_PARAMETERS = 12
+"""Matrices that are followed, evenly over the parameters."""
+
+VALUES = 64
+"""Values of each that are compared."""
 
 Key = tuple[int, ...]
 """Parameters by ``id``."""
@@ -43,6 +60,7 @@ class _Holder:
     first: weakref.ref[Tensor]
     made: _Made | None
     begin: int
+    weights: Snapshot | None
     restarts: int = 0
     has_state: bool = False
 
@@ -50,8 +68,9 @@ class _Holder:
 class OptimizerRestarts(Check):
     """Counts how often an optimizer starts anew, with the same settings, after steps of the one before.
 
-    Two that alternate, one without a state, and what follows loaded weights, such as a client of
-    federated learning, are left out. So is L-BFGS, whose closure evaluates: its restarts are meant.
+    Two that alternate, one without a state, and what follows loaded weights, such as a client of federated
+    learning, or weights that were initialised again, as for each fold, are left out. So is L-BFGS, whose
+    closure evaluates: its restarts are meant.
     """
 
     name = "optimizer_restarts"
@@ -90,16 +109,35 @@ class OptimizerRestarts(Check):
             return
         key = self._keys[optimizer] = tuple(map(id, params))
         made, before = self._made.get(optimizer), self._holders.get(key)
-        holder = self._holders[key] = _Holder(weakref.ref(optimizer), weakref.ref(params[0]), made, self.step)
-        self._last = optimizer
+        now = _Holder(weakref.ref(optimizer), weakref.ref(params[0]), made, self.step, self._read(params))
+        self._holders[key], self._last = now, optimizer
         if before is None or before.made is None or made is None or before.first() is not params[0]:
             return
         is_same = made.follows and made.settings == before.made.settings
         is_lost = before.has_state and self.step - before.begin >= STEPS
         if is_same and is_lost and not optimizer.state:
-            holder.restarts = before.restarts + 1
-            if holder.restarts >= RESTARTS:
-                self.report(StateLost(self.step, type(optimizer).__name__, made.line, holder.restarts))
+            name = type(optimizer).__name__
+            self.when_known(functools.partial(self._compare, before, now, name, self.step))
+
+    def _read(self, params: Sequence[Tensor]) -> Snapshot | None:
+        """Return samples of some matrices; None where there is none to read."""
+        matrices = [p for p in params if p.ndim > 1 and not p.is_meta and local(p).numel()]
+        if not matrices or is_capturing_graph():
+            return None
+        return self.snapshot([sampled(local(p), VALUES) for p in thinned(matrices, MAX_PARAMETERS)])
+
+    def _compare(self, before: _Holder, now: _Holder, name: str, step: int) -> None:
+        """Count a restart, unless the weights have been initialised again, as for the next fold."""
+        first = before.weights.arrays if before.weights is not None else []
+        last = now.weights.arrays if now.weights is not None else []
+        if [x.size for x in first] == [x.size for x in last] and first:
+            cosines = list(map(cosine, first, last))
+            is_equal = all(np.array_equal(a, b) for a, b in zip(first, last, strict=True))
+            if is_equal or max(cosines) < UNRELATED:
+                return
+        now.restarts = before.restarts + 1
+        if now.restarts >= RESTARTS and now.made is not None:
+            self.report(StateLost(step, name, now.made.line, now.restarts))
 
     def optimizer_end(self, optimizer: Optimizer) -> None:
         """Note after its first step whether it has a state to lose."""

@@ -7,9 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from backlight.capture.hub import HUB
@@ -17,7 +15,13 @@ from backlight.capture.modules import kind_of
 from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import local
 from backlight.monitors.correctness.instrument.check import Check, TensorSet
-from backlight.monitors.correctness.instrument.samples import Snapshot, sampled, thinned
+from backlight.monitors.correctness.instrument.samples import (
+    UNRELATED,
+    Snapshot,
+    cosine,
+    sampled,
+    thinned,
+)
 from backlight.monitors.correctness.model.facts import Names
 from backlight.monitors.correctness.rules import restored_state as facts
 from backlight.user_code import SourceLine, user_line
@@ -33,9 +37,6 @@ MAX_STATES = 8
 
 MAX_ENTRIES = 64
 """Entries of a loaded object that are searched."""
-
-UNRELATED = 0.5
-"""Cosine of loaded and present values, below which they are unrelated: 4 deviations for random ones."""
 
 
 @dataclass(frozen=True)
@@ -217,16 +218,11 @@ class RestoredState(Check):
         def report() -> None:
             names = [name for name, *_ in now.values()]
             before = [loaded.arrays[row] for *_, loaded, row in now.values()]
-            cosine = max(map(_cosine, before, values.arrays))
-            if cosine < UNRELATED:  # part of a model is often initialised again
-                self.report(facts.Overwritten(step, Names.of(names), cosine))
+            largest = max(map(cosine, before, values.arrays))
+            if largest < UNRELATED:  # part of a model is often initialised again
+                self.report(facts.Overwritten(step, Names.of(names), largest))
 
         self.when_known(report)
-
-
-def _cosine(first: NDArray[np.generic], second: NDArray[np.generic]) -> float:
-    a, b = first.astype(np.float64), second.astype(np.float64)
-    return float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-8))
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,16 @@ def first_values(tensor: Tensor, count: int = VALUES) -> Tensor:
     return tensor.detach().reshape(-1)[:count]
 
 
+UNRELATED = 0.5
+"""Cosine of samples of 64 values, below which they are unrelated: 4 deviations for random ones."""
+
+
+def cosine(first: NDArray[np.generic], second: NDArray[np.generic]) -> float:
+    """Return the cosine of two samples."""
+    a, b = first.astype(np.float64), second.astype(np.float64)
+    return float(a @ b / max(float(np.linalg.norm(a) * np.linalg.norm(b)), 1e-8))
+
+
 class Snapshot:
     """Values of several tensors at one moment, copied in one launch per device and type.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,18 +27,33 @@ DECAY = 1e-3
 EPOCHS = 2
 """Epochs, by the arguments of a schedule, after which its steps are compared with those of the optimizer."""
 
+OBSERVED_SHARE = 0.5
+"""Share of the steps of a run up to which a schedule that is gone by its end was observed, at least."""
+
 TAKEN_SHARE = 0.25
 """Share of its steps above which a schedule that ends with the run is not one of epochs."""
 
 
-@dataclass(frozen=True)
-class _Length:
-    """Steps that a schedule was created for, in an epoch as well (0 if unknown), and when it was created."""
+MAX_LENGTHS = 8
+"""Schedules that are compared with what they were created for, the newest ones."""
 
+
+@dataclass
+class _Length:
+    """Steps that a schedule was created for, in an epoch as well (0 if unknown), and when it was created.
+
+    ``taken`` and ``updates`` are its steps and those of its optimizer as last observed: at the end of the
+    run a schedule that a function has made is gone.
+    """
+
+    schedule: weakref.ref[Any]
+    name: str
     steps: int
     in_epoch: int
     begin: int
     first: int
+    taken: int = 0
+    updates: int = 0
 
 
 class ScheduleSteps(Check):
@@ -54,7 +70,7 @@ class ScheduleSteps(Check):
         self._several: weakref.WeakSet[Any] = weakref.WeakSet()
         self._reported: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizer_steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
-        self._lengths = weakref.WeakKeyDictionary[Any, _Length]()
+        self._lengths = deque[_Length](maxlen=MAX_LENGTHS)
         self._since: dict[int, tuple[int, int]] = {}  # steps since that of the optimizer, and before that
         self._epoch: tuple[int, int, int] | None = None  # sampler, batches, and number of the batch
         self._epochs: dict[int, int] = {}
@@ -68,7 +84,9 @@ class ScheduleSteps(Check):
         """Note for how many steps it was created."""
         steps = getattr(schedule, "total_steps", getattr(schedule, "T_max", None))
         if isinstance(schedule, (CosineAnnealingLR, OneCycleLR)) and isinstance(steps, int):
-            self._lengths[schedule] = _Length(steps, steps_per_epoch or 0, self.step, schedule.last_epoch)
+            begin, first = self.step, schedule.last_epoch
+            name, in_epoch = type(schedule).__name__, steps_per_epoch or 0
+            self._lengths.append(_Length(weakref.ref(schedule), name, steps, in_epoch, begin, first))
 
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
         """Note how far the epoch is."""
@@ -80,25 +98,31 @@ class ScheduleSteps(Check):
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Count, and compare with the schedules that were there first."""
         self._count(optimizer)
-        for schedule, planned in list(self._lengths.items()):
-            taken, updates = schedule.last_epoch - planned.first, self.step - planned.begin
-            is_late = planned.in_epoch > 1 and updates >= EPOCHS * planned.in_epoch
-            if schedule.optimizer is optimizer and is_late and 0 < taken <= updates // planned.in_epoch:
-                self._report_per_epoch(schedule, planned, updates)
+        for planned in list(self._lengths):
+            schedule = planned.schedule()
+            if schedule is None or schedule.optimizer is not optimizer or not self.run.scope.holds(optimizer):
+                continue
+            planned.taken, planned.updates = schedule.last_epoch - planned.first, self.step - planned.begin
+            is_late = planned.in_epoch > 1 and planned.updates >= EPOCHS * planned.in_epoch
+            if is_late and 0 < planned.taken <= planned.updates // planned.in_epoch:
+                self._report_per_epoch(planned)
 
     def forget(self) -> None:
         """Compare at the end of the run: an optimizer took as many steps as a schedule was created for."""
-        for schedule, planned in list(self._lengths.items()):
-            taken, updates = schedule.last_epoch - planned.first, self.run.clock.done - planned.begin
-            if abs(updates - planned.steps) <= 1 and 0 < taken <= TAKEN_SHARE * planned.steps:
-                self._report_per_epoch(schedule, planned, updates)
+        for planned in list(self._lengths):
+            updates, schedule = self.run.clock.done - planned.begin, planned.schedule()
+            if schedule is not None:
+                planned.taken, planned.updates = schedule.last_epoch - planned.first, updates
+            is_observed = planned.updates >= OBSERVED_SHARE * updates
+            is_over = abs(updates - planned.steps) <= 1 and is_observed
+            if is_over and 0 < planned.taken <= TAKEN_SHARE * planned.updates:
+                self._report_per_epoch(planned)
 
-    def _report_per_epoch(self, schedule: Any, planned: _Length, updates: int) -> None:
-        is_followed = self.run.scope.holds(schedule.optimizer) and self.run.scope.alone()
-        del self._lengths[schedule]
-        if is_followed and not self._has_loaded:
-            name, taken = type(schedule).__name__, schedule.last_epoch - planned.first
-            self.report(PerEpoch(self.step, name, taken, planned.steps, updates, planned.in_epoch))
+    def _report_per_epoch(self, planned: _Length) -> None:
+        self._lengths.remove(planned)
+        if self.run.scope.alone() and not self._has_loaded:
+            taken, updates = planned.taken, planned.updates
+            self.report(PerEpoch(self.step, planned.name, taken, planned.steps, updates, planned.in_epoch))
 
     def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """A step that the scaler skips is one that the script takes."""

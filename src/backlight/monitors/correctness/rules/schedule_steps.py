@@ -94,7 +94,8 @@ class PerEpoch(Fact, rule="schedule", kind="per_epoch"):
 
     def _finding(self, facts: Sequence[Self]) -> Finding:
         created = f" with `steps_per_epoch={self.in_epoch}`" if self.in_epoch else ""
-        until = "By step" if self.in_epoch else "Until the end of the run, at step"
+        is_at_end = not self.in_epoch and abs(self.updates - self.length) <= 1
+        until = "Until the end of the run, at step" if is_at_end else "By step"
         is_clear = bool(self.in_epoch) or self.schedule == "OneCycleLR"
         return self.finding(
             f"{self.schedule} took {self.taken:,} steps, the optimizer {self.updates:,}",
