@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import sys
@@ -85,8 +86,6 @@ PANELS = {
 }  # fmt: skip
 """Commands by group, in the order of ``--help``; each group is a module of :mod:`backlight.cli.commands`."""
 
-_COMMANDS = Path(__file__).parent / "commands"
-
 REFUSALS = (ValueError, OSError, StoreError, UnknownNameError, ModuleNotFoundError)
 """Errors whose message names what, where, expected, got and the fix."""
 
@@ -102,7 +101,9 @@ class Group(click.Group):
     ``memory measure train.py``.
     """
 
-    default = ""
+    def __init__(self, *args: Any, default: str = "", **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.default = default
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Print the help without arguments, and name the default command."""
@@ -112,6 +113,11 @@ class Group(click.Group):
         if self.default and args and args[0] not in {*self.list_commands(ctx), *ctx.help_option_names}:
             args = [self.default, *args]
         return super().parse_args(ctx, args)
+
+
+@functools.cache
+def _modules() -> list[str]:
+    return [file.stem for file in (Path(__file__).parent / "commands").glob("*.py")]
 
 
 class Panels(Group):
@@ -125,8 +131,8 @@ class Panels(Group):
         """Import the module of a command: that of its own name, or that of its panel."""
         panel = next((panel for panel, names in PANELS.items() if cmd_name in names), None)
         if panel is not None:
-            name, stems = cmd_name.replace("-", "_"), [file.stem for file in _COMMANDS.glob("*.py")]
-            modules = [stem for stem in stems if stem == name or stem.startswith(f"{name}_")]
+            name = cmd_name.replace("-", "_")
+            modules = [stem for stem in _modules() if stem == name or stem.startswith(f"{name}_")]
             for module in modules or [panel.lower()]:
                 importlib.import_module(f"backlight.cli.commands.{module}")
         return super().get_command(ctx, cmd_name)
@@ -173,8 +179,10 @@ def app(context: click.Context, /, **options: bool) -> None:
 
 
 grok = Group("grok", help="Run experiments on grokking and diagnose grokking in runs.")
-memory = Group("memory", help="Measure the memory of a step of a script, or predict that of a recipe.")
-memory.default = "measure"
+memory = Group(
+    "memory", default="measure",
+    help="Measure the memory of a step of a script, or predict that of a recipe.",
+)  # fmt: skip
 app.add_command(grok)
 app.add_command(memory)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -246,7 +245,7 @@ def run_experiment(
     status = RunStatus.FAILED
     try:
         if state is None:
-            text = json.dumps(codec.plain(configuration.as_mapping()), indent=2)
+            text = codec.encode(configuration.as_mapping(), indent=2)
             atomic_files.write(path / CONFIGURATION, text.encode())
             # Dropout draws from the global random state; a resumed run restores that state instead.
             torch.manual_seed(derived_seed(configuration.seed, "training"))
@@ -318,7 +317,7 @@ def _flushed(writer: RunWriter, interval: float) -> Iterator[None]:
 def configuration_of(path: Path) -> dict[str, Any]:
     """Return the configuration that a run was started with; a ConfigurationError if there is none."""
     try:
-        configuration: dict[str, Any] = json.loads(untrusted_files.read(path / CONFIGURATION))
+        configuration: dict[str, Any] = codec.decode(untrusted_files.read(path / CONFIGURATION).decode())
     except (OSError, ValueError) as error:
         raise ConfigurationError(
             f"{path}: holds no configuration of an experiment ({error}); was it written by "
@@ -341,7 +340,7 @@ def _to_resume(configuration: Configuration, path: Path) -> tuple[int, dict[str,
     open_run(path)
     if not (path / CONFIGURATION).exists():
         return None  # killed before the configuration was written
-    before, now = configuration_of(path), json.loads(json.dumps(codec.plain(configuration.as_mapping())))
+    before, now = configuration_of(path), codec.decode(codec.encode(configuration.as_mapping()))
     wrong = [
         f"{name} is {new!r}, was {old!r}"
         for name, old, new in _differences(before, now)

@@ -45,6 +45,11 @@ def parameters(names: Sequence[str], count: int) -> str:
     return " and ".join(quoted)
 
 
+def at_line(line: str) -> str:
+    """Write `` at `train.py:12` ``, to follow a noun; nothing where the line is not known."""
+    return f" at `{line}`" if line else ""
+
+
 def gradient_of(names: Sequence[str], count: int) -> str:
     """Write ``The gradient of `a``` or ``The gradients of `a` and `b```; the verb follows ``count``."""
     return f"The gradient{'s' if count > 1 else ''} of {parameters(names, count)}"

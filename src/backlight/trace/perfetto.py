@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gzip
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
 import numpy as np
 
-from backlight import atomic_files
+from backlight import atomic_files, codec
 from backlight.trace import chunks
 from backlight.trace.analysis import chosen_steps
 from backlight.trace.classification import MEMCPY, MEMSET
@@ -52,7 +51,7 @@ def save_overlay(timeline: Timeline, path: Path, number: int | None = None) -> i
             # A fixed time keeps the file the same for the same trace.
             out = cast("IO[bytes]", gzip.GzipFile(fileobj=raw, mode="wb", compresslevel=5, mtime=0))
         out.write(begin[: head.start])
-        out.write(b"".join(json.dumps(event).encode() + b",\n" for event in added))
+        out.write(b"".join(codec.encode(event).encode() + b",\n" for event in added))
         out.write(begin[head.start :])
         while more := chunks.read(text, source, _COPIED_BYTES):
             out.write(more)

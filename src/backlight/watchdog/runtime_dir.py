@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
-from backlight import clock, processes, untrusted_files
+from backlight import clock, codec, processes, untrusted_files
 from backlight.watchdog.shared_state import read_state
 
 MIN_AGE_S = 60.0
@@ -156,13 +155,14 @@ def watchdog_pid(directory: Path) -> int:
 def write_document(path: Path, content: Any) -> None:
     """Replace a document atomically."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.write_text(codec.encode(content), encoding="utf-8")
     temporary.replace(path)
 
 
 def read_document(path: Path, parse: Callable[[Any], T]) -> T | None:
     """Return a document as ``parse`` turns it into a record, None where there is none or it is malformed."""
     try:
-        return parse(json.loads(untrusted_files.read(path, MAX_DOCUMENT_BYTES, owners={os.geteuid()})))
+        content = untrusted_files.read(path, MAX_DOCUMENT_BYTES, owners={os.geteuid()})
+        return parse(codec.decode(content.decode()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

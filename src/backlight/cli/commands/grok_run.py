@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from backlight import codec
 from backlight.cli.app import command, grok
 from backlight.cli.commands.grok import configured, overlay
 from backlight.cli.console import print_json
@@ -288,4 +288,4 @@ def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, str]
         if isinstance(value, Mapping):
             yield from _flat(value, f"{path}{key}.")
         else:
-            yield f"{path}{key}", json.dumps(value)
+            yield f"{path}{key}", codec.encode(value)

@@ -8,7 +8,6 @@ with, the same hooks are installed and change nothing.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import subprocess
@@ -24,6 +23,7 @@ from torch.nn.utils import clip_grad
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import dataloader
 
+from backlight import codec
 from backlight.capture.hooks import Patches
 from backlight.diagnose.profile.answer import SHORT_CALL_MS
 from backlight.diagnose.profile.optimizations import OFF
@@ -162,14 +162,14 @@ def _run(profile: Profile, options: ProfileOptions, suspicion: Suspicion, *, mod
     """Return the median step of one run in milliseconds."""
     command = [sys.executable, "-m", "backlight", "profile", "--json", "--traced", "0"]
     command += ["--timed", str(options.steps), *(["-m"] if module else []), profile.result.script]
-    control = json.dumps({"name": suspicion.name, "line": suspicion.line, "on": on})
+    control = codec.encode({"name": suspicion.name, "line": suspicion.line, "on": on})
     done = run_in_own_session(
         [*command, *profile.result.arguments], limit=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         environment={**os.environ, VARIABLE: control},
     )  # fmt: skip
     last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "")
     try:
-        answer = json.loads(done.stdout)
+        answer = codec.decode(done.stdout)
         code, step = int(answer["exit_code"]), answer["step"]
     except (ValueError, KeyError):
         trouble = last or f"exit code {done.returncode}"
@@ -211,7 +211,7 @@ def control_from_environment() -> Control | None:
     text = os.environ.get(VARIABLE)
     if not text:
         return None
-    described = json.loads(text)
+    described = codec.decode(text)
     return Control(described["name"], described.get("line", ""), on=bool(described["on"]))
 
 

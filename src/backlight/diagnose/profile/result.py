@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -169,7 +168,7 @@ def store_profile(profile: Profile, writer: RunWriter) -> ProfileResult:
         result = replace(result, trace=writer.evidence(TRACE, profile.trace))
     if result.rank == 0:
         if result.stacks:
-            writer.evidence(FLAME_GRAPH, json.dumps(speedscope(result.script, result.stacks)))
+            writer.evidence(FLAME_GRAPH, codec.encode(speedscope(result.script, result.stacks)))
         writer.evidence(PROFILE, codec.encode(result, indent=1))
     writer.flush()
     lost = writer.lost
@@ -190,7 +189,7 @@ def write_flame_graph(result: ProfileResult, path: Path) -> None:
     if not result.stacks:
         raise ValueError(f"{path}: not written: no line was sampled in steady steps; raise --timed")
     try:
-        atomic_files.write(path, json.dumps(speedscope(result.script, result.stacks)).encode())
+        atomic_files.write(path, codec.encode(speedscope(result.script, result.stacks)).encode())
     except OSError as error:
         raise ValueError(f"{path}: cannot write the flame graph: {error.strerror}") from None
 

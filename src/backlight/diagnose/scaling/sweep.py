@@ -6,7 +6,6 @@ Torch is imported by those processes alone.
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from backlight import codec
 from backlight.diagnose.scaling.power_law import Exponent, PowerLaw, ScalingError, check_reach, fit
 from backlight.launch.ray_tasks import RayOptions, run_tasks
 from backlight.launch.recipe import RecipeError, parse_value, refuse_script
@@ -161,7 +161,7 @@ def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:
     """Return the result of one size, from its own process."""
     with tempfile.TemporaryDirectory(prefix="backlight-sweep-") as folder:
         question, out = Path(folder) / "request.json", Path(folder) / "answer.json"
-        question.write_text(json.dumps(request), encoding="utf-8")
+        question.write_text(codec.encode_row(request), encoding="utf-8")
         command = [sys.executable, "-m", "backlight.diagnose.scaling.worker", str(question), str(out)]
         try:
             done = run_in_own_session(command, limit=limit, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
@@ -169,7 +169,7 @@ def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:
             return {"status": "did not finish", "message": f"not within {limit:g} s (--limit)"}
         if out.is_file():
             names = {f for f in Point.__dataclass_fields__ if f != "settings"}
-            return {k: v for k, v in json.loads(out.read_text(encoding="utf-8")).items() if k in names}
+            return {k: v for k, v in codec.decode(out.read_text(encoding="utf-8")).items() if k in names}
         if done.returncode == -signal.SIGKILL:
             return {"status": OUT_OF_MEMORY, "message": "the system ended the process (SIGKILL)"}
         last = done.stderr.strip().splitlines()[-1:] or ["it printed nothing"]

@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from backlight import devices
+from backlight import codec, devices
 from backlight.capture.phase_clock import PhaseClock
 from backlight.diagnose.memory.result import PredictionError
 from backlight.diagnose.profile.step_summary import StepTime, summarize_steps
@@ -133,7 +132,9 @@ def _is_memory(error: Exception) -> bool:
 def main(arguments: list[str]) -> None:
     """Answer one request."""
     request, out = (Path(argument) for argument in arguments)
-    out.write_text(json.dumps(answer(json.loads(request.read_text(encoding="utf-8")))), encoding="utf-8")
+    out.write_text(
+        codec.encode_row(answer(codec.decode(request.read_text(encoding="utf-8")))), encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

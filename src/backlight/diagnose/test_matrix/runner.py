@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import signal
 import threading
@@ -136,7 +135,7 @@ def _locked(root: Path, plan: Path) -> Iterator[None]:
             atomic_files.write(root / "plan.toml", read(plan, links=True))
             starts = root.glob("cases/*/*/start.json")
             unfinished = [start for start in starts if not (start.parent / "result.json").exists()]
-            end_marked(json.loads(read(start))["mark"] for start in unfinished)
+            end_marked(codec.decode(read(start).decode())["mark"] for start in unfinished)
             yield
     except filelock.Timeout:
         problem = "another test matrix is running in it; wait, or choose another --out"

@@ -117,7 +117,7 @@ class DropoutInEvaluation(Fact, rule="module_modes", kind="dropout_in_evaluation
     line: str
 
     def _finding(self, facts: Sequence[Self]) -> Finding:
-        p, where = phrases.number(self.p), f" at `{self.line}`" if self.line else ""
+        p, where = phrases.number(self.p), phrases.at_line(self.line)
         return self.finding(
             f"Dropout is active while {self.model} is evaluated",
             f"At step {self.step} every module of {self.model} was in evaluation mode, and "
@@ -162,7 +162,7 @@ class TrainNotCalled(Fact, rule="module_modes", kind="train_not_called"):
     line: str
 
     def _finding(self, facts: Sequence[Self]) -> Finding:
-        where = f" at `{self.line}`" if self.line else ""
+        where = phrases.at_line(self.line)
         return self.finding(
             f"`{self.model}.train()` was not called before training",
             f"{self.model} defines a `train()` of its own{where}, which {self.does}. At step {self.step} "

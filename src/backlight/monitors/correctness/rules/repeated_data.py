@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.correctness.model.facts import Fact, facts_of, finding_on
 from backlight.records import Evidence, Finding, Severity, Subject
@@ -56,7 +57,7 @@ class _Repetition(Fact):
         if "others" in values:
             values["others"] = listed([f"`{name}`" for name in values["others"]])
         line = values.get("line", "")
-        values["where"] = f" at `{line}`" if line else ""
+        values["where"] = phrases.at_line(line)
         return self.finding(
             self.title.format_map(values),
             self.detail.format_map(values),

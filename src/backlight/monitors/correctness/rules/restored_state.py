@@ -7,6 +7,7 @@ from typing import Self
 
 from backlight.findings import phrases
 from backlight.findings.limits import Limits
+from backlight.findings.phrases import at_line
 from backlight.monitors.correctness.model.facts import Fact, Names, findings_by_kind
 from backlight.records import Finding, Severity
 from backlight.registry import rule
@@ -32,9 +33,9 @@ class NothingLoaded(Fact, rule="not_restored", kind="nothing_loaded"):
     def _finding(self, facts: Sequence[Self]) -> Finding:
         return self.finding(
             f"{self.model}.load_state_dict loads nothing",
-            f"None of the {count(self.count, 'key')} of the state{_at(self.line)} is one of {self.model}: it "
-            f"has `{self.given}`, and the model `{self.expected}`. With `strict=False` this raises no error, "
-            "and the training starts from scratch.",
+            f"None of the {count(self.count, 'key')} of the state{at_line(self.line)} is one of "
+            f"{self.model}: it has `{self.given}`, and the model `{self.expected}`. With `strict=False` this "
+            "raises no error, and the training starts from scratch.",
             module=self.model,
             line=self.line,
             severity=Severity.ERROR,
@@ -73,9 +74,9 @@ class OptimizerState(Fact, rule="not_restored", kind="optimizer_state"):
     def _finding(self, facts: Sequence[Self]) -> Finding:
         return self.finding(
             f"The state of {self.optimizer} in the checkpoint is not restored",
-            f"The checkpoint{_at(self.line)} holds the state of an optimizer with the same settings and "
-            f"{count(self.count, 'parameter')} of the same shapes. The weights were loaded; {self.optimizer} "
-            "takes its first step with an empty state: its moments start from zero.",
+            f"The checkpoint{at_line(self.line)} holds the state of an optimizer with the same settings "
+            f"and {count(self.count, 'parameter')} of the same shapes. The weights were loaded; "
+            f"{self.optimizer} takes its first step with an empty state: its moments start from zero.",
             line=self.line,
             evidence=(self.count, "parameters"),
             fix='Call `optimizer.load_state_dict(checkpoint["optimizer"])` before the first step.',
@@ -98,8 +99,8 @@ class RateReplaced(Fact, rule="not_restored", kind="rate"):
         return self.finding(
             f"The learning rate of the checkpoint, {loaded}, replaces that of the script, {built}",
             f"{self.optimizer} was built with a learning rate of {built}. Its `load_state_dict`"
-            f"{_at(self.line)} set it to {loaded}, as it was saved, and no schedule began at {built}: the "
-            f"first step is taken with {loaded}.",
+            f"{at_line(self.line)} set it to {loaded}, as it was saved, and no schedule began at {built}: "
+            f"the first step is taken with {loaded}.",
             line=self.line,
             # A rate that a loop lowers by hand is saved lower than it began.
             severity=Severity.WARNING if self.loaded > self.built else Severity.INFO,
@@ -123,8 +124,8 @@ class UntiedWhenLoaded(Fact, rule="not_restored", kind="untied"):
         names = self.parameters
         return self.finding(
             f"{phrases.parameters(names, len(names))} are tied in the checkpoint only",
-            f"The checkpoint holds one tensor under these names. {self.model} loaded it{_at(self.line)} into "
-            f"{len(names)} parameters, which the optimizer changes apart from one another.",
+            f"The checkpoint holds one tensor under these names. {self.model} loaded it{at_line(self.line)} "
+            f"into {len(names)} parameters, which the optimizer changes apart from one another.",
             parameter=names[0],
             line=self.line,
             evidence=(len(names), "parameters"),
@@ -134,7 +135,3 @@ class UntiedWhenLoaded(Fact, rule="not_restored", kind="untied"):
             ),
             refuted_if="they are meant to part, as copies that begin with one matrix.",
         )
-
-
-def _at(line: str) -> str:
-    return f" (`{line}`)" if line else ""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.correctness.model.facts import (
     Fact,
@@ -210,7 +211,9 @@ class Replaced(_Trained, rule="trained_tensors", kind="replaced"):
 
     def _finding(self, facts: Sequence[Self]) -> Finding:
         names, are = self.names, self.names.verb("is", "are")
-        built = f" was built at `{self.line}`, before a module was replaced: it" if self.line else ""
+        built = (
+            f" was built{phrases.at_line(self.line)}, before a module was replaced: it" if self.line else ""
+        )
         return self.finding(
             f"{names} {are} not in any optimizer",
             f"{self.optimizer}{built} holds {count(self.stale, 'tensor')} that no module uses any more. "
@@ -237,7 +240,7 @@ class MadeInForward(_Trained, rule="trained_tensors", kind="made_in_forward"):
         layers = " and ".join(kinds) if len(kinds) < 3 else listed(kinds, 2)
         is_single = len(self.layers) == 1
         pairs = zip(self.layers, self.lines, strict=True)
-        places = [f"{kind} (`{line}`)" if line else kind for kind, line in pairs]
+        places = [f"{kind}{phrases.at_line(line)}" for kind, line in pairs]
         return self.finding(
             f"{layers} {'is' if is_single else 'are'} created in every forward",
             f"At {observed(facts)} backward gave gradients to the parameters of {listed(places)}, which the "
@@ -263,7 +266,7 @@ class StateLost(_Trained, rule="trained_tensors", kind="state_lost"):
     restarts: int
 
     def _finding(self, facts: Sequence[Self]) -> Finding:
-        where = f" at `{self.line}`" if self.line else ""
+        where = phrases.at_line(self.line)
         return self.finding(
             f"{self.optimizer} is created anew during training, without its state",
             f"By step {facts[-1].step} {self.optimizer} had been created{where} "
