@@ -2,27 +2,43 @@
 
 Each preset is trained on one core for each seed, and so is a negative control of its own. A claim that
 is not a verdict on the accuracies (robustness, slingshots, tickets, distribution) has a check of its
-own, written out next to it. What does not show is printed as it came out. Verdicts that are not the
-`ci_expects` of the experiment are marked. Seconds are those of the processor, so that what else the
-machine does counts little.
+own, written out next to it. What does not show is recorded as it came out. Seconds are those of the
+processor, so that what else the machine does counts little.
 
-    python bench/grokking_experiments.py [NAME ...] [--seeds 3] [--first 0] [--only ci|control]
+Each run is written into bench/grokking_experiments.json with its accuracies and the version of its preset and
+its check, and the table of docs/grokking-experiments.md is made from that file. A test compares the versions,
+evaluates the accuracies again and makes the table again, so that no row outlives what it was measured with.
+
+    python bench/grokking_experiments.py [NAME ...] [--seeds 5] [--first 0] [--only ci|control]
+    python bench/grokking_experiments.py --table      # only the table, from the runs in the file
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import base64
+import collections
 import dataclasses
+import hashlib
+import inspect
+import json
+import statistics
+import sys
+import textwrap
 import time
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from backlight import codec
 from backlight.experiments.experiment import EXPERIMENTS
 from backlight.experiments.task import Task
+from backlight.monitors.grokking.model.curves import wilson
 from backlight.monitors.grokking.model.detection import detect
 from backlight.monitors.grokking.model.verdicts import Detection
 
@@ -37,6 +53,7 @@ class Outcome:
     logs: list[Log]
     verdict: Detection
     seconds: float
+    task: Task
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """Return steps and values of what was measured under ``name``."""
@@ -85,7 +102,7 @@ def trained(name: str, seed: int, change: Change, control: str = "") -> Outcome:
             break
         task.before_step(step)
         task.train_step(step)
-    return Outcome(logs, verdict_of(task, logs), time.process_time() - start)
+    return Outcome(logs, verdict_of(task, logs), time.process_time() - start, task)
 
 
 def spikes(losses: list[tuple[int, float]], after: int, factor: float = 20.0, least: float = 1e-5) -> int:
@@ -130,15 +147,13 @@ def in_but_not_out(outcome: Outcome) -> tuple[bool, str]:
 
 
 def robustness(outcome: Outcome) -> tuple[bool, str]:
-    """Check that robust accuracy rises by .1 or more after clean accuracy has come."""
-    fitted = outcome.verdict.memorised
+    """Check for a delay of the accuracy on attacked samples, which no guessing net has, by the verdict."""
     robust = outcome.series("progress/adversarial_accuracy")
-    after = [value for step, value in robust if fitted is not None and step >= fitted.by]
-    if not after:
-        return False, "not fitted"
-    return after[-1] - after[
-        0
-    ] >= 0.1, f"robust accuracy {after[0]:.2f} when fitted, {after[-1]:.2f} at the end"
+    train = [(step, values["train_accuracy"]) for step, values in outcome.logs]
+    detection = detect(*zip(*train, strict=True), *zip(*robust, strict=True), chance=0.0, test_size=200)
+    shown = detection.verdict == "grokking"
+    times = f"generalised in {detection.generalised}" if detection.generalised else "never general"
+    return shown, f"robust accuracy: {times}, {robust[-1][1]:.2f} at the end"
 
 
 def slingshots(outcome: Outcome) -> tuple[bool, str]:
@@ -199,20 +214,151 @@ CLAIMS = {
 }
 
 
+RUNS = Path(__file__).with_suffix(".json")
+PAGE = Path(__file__).parents[1] / "docs" / "grokking-experiments.md"
+MARKS = "<!-- presets -->", "<!-- end of presets -->"
+Row = dict[str, Any]
+
+
+def version(name: str) -> str:
+    """Return a digest of all that determines an experiment's rows but torch: preset, control, code, check."""
+    experiment, claim = EXPERIMENTS[name], CLAIMS[name]
+    module = ast.parse(Path(inspect.getfile(experiment.build)).read_text(encoding="utf-8"))
+    codes = [node for node in ast.walk(module) if isinstance(node, ast.FunctionDef)]
+    codes += ast.parse(textwrap.dedent(inspect.getsource(claim.check))).body  # type: ignore[arg-type]
+    for node in codes:
+        node.decorator_list = []
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    parts = [codec.plain(experiment.ci), claim.control, claim.labels, *map(ast.unparse, codes)]
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def packed(outcome: Outcome) -> str:
+    """Return steps, training and test accuracies of the verdict, as counts of samples."""
+    logged = [(step, values) for step, values in outcome.logs if "test_accuracy" in values]
+    sizes = len(outcome.task.split.train_inputs), len(outcome.task.split.test_inputs)
+    columns = [sizes[0], *(round(v["train_accuracy"] * sizes[0]) for _, v in logged)]
+    columns += [sizes[1], *(round(v["test_accuracy"] * sizes[1]) for _, v in logged)]
+    table = np.array([round(outcome.task.chance * 1e9), *(step for step, _ in logged), *columns], np.int32)
+    return base64.b64encode(zlib.compress(table.tobytes(), 9)).decode()
+
+
+def evaluated(curves: str) -> Detection:
+    """Return the verdict on accuracies that :func:`packed` wrote."""
+    table = np.frombuffer(zlib.decompress(base64.b64decode(curves)), np.int32).reshape(3, -1)
+    (chance, *steps), (train_size, *train), (test_size, *test) = table.tolist()
+    return detect(
+        steps, np.array(train) / train_size, steps, np.array(test) / test_size,
+        chance=chance / 1e9, train_size=train_size, test_size=test_size,
+    )  # fmt: skip
+
+
+def row_of(run: str, seed: int, effect: bool, details: str, outcome: Outcome) -> Row:
+    """Return a row of the file."""
+    curves = packed(outcome)
+    return {
+        "run": run, "seed": seed, "effect": effect, "details": details, "seconds": round(outcome.seconds),
+        "torch": torch.__version__, **summary(evaluated(curves)), "curves": curves,
+    }  # fmt: skip
+
+
+def summary(detection: Detection) -> Row:
+    """Return what the table shows of a verdict."""
+    rise = detection.transition
+    return {
+        "verdict": detection.words,
+        "memorised": str(detection.memorised or "never"),
+        "generalised": str(detection.generalised or "never"),
+        "ratio": [None if bound is None else round(bound, 1) for bound in detection.ratio or ()],
+        "decades": [round(bound, 2) for bound in (rise.decades, *rise.interval) if bound] if rise else [],
+        "sharpness": rise.sharpness.value if rise else "",
+    }
+
+
+def read() -> dict[str, Any]:
+    """Return the runs of the file by experiment; none where there is no file."""
+    return json.loads(RUNS.read_text(encoding="utf-8")) if RUNS.exists() else {}
+
+
+def record(name: str, row: Row) -> None:
+    """Write a row, in place of one of the same run; rows of another version go."""
+    stored = read()
+    entry = stored.get(name)
+    if entry is None or entry["version"] != version(name):
+        entry = {"version": version(name), "rows": []}
+    others = [r for r in entry["rows"] if (r["run"], r["seed"]) != (row["run"], row["seed"])]
+    entry["rows"] = sorted([*others, row], key=lambda r: (r["run"] != "ci", r["seed"]))
+    stored[name] = entry
+    text = json.dumps(dict(sorted(stored.items())), indent=1, ensure_ascii=False)
+    RUNS.write_text(text + "\n", encoding="utf-8")
+
+
+def shows(rows: list[Row]) -> str:
+    """Return in how many runs an effect shows, with the 95 % interval of Wilson."""
+    count = sum(row["effect"] for row in rows)
+    low, high = wilson(count / len(rows), len(rows))
+    return f"{count} of {len(rows)} ({100 * low:.0f} to {100 * high:.0f} %)"
+
+
+def counted(words: Iterable[str]) -> str:
+    """Return words with how often each occurs: ``grokking 4, no-delay 1``."""
+    return ", ".join(f"{word} {count}" for word, count in collections.Counter(words).most_common() if word)
+
+
+def table(stored: dict[str, Any]) -> str:
+    """Return the table of the page, of the experiments that the file has."""
+    lines = [
+        "| name | published claim | shows in | verdicts | t_m; t_g by seed | t_g / t_m | rise in decades | "
+        "control | s |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, entry in stored.items():
+        rows = [row for row in entry["rows"] if row["run"] == "ci"]
+        controls = [row for row in entry["rows"] if row["run"] != "ci"]
+        if not rows:
+            continue
+        times = "; ".join(f"{r['seed']}: {r['memorised']}, {r['generalised']}" for r in rows)
+        ratios = ", ".join(_interval(r["ratio"]) for r in rows if r["ratio"])
+        decades = ", ".join(
+            f"{r['decades'][0]:g} ({_interval(r['decades'][1:])})" for r in rows if r["decades"]
+        )
+        against = "not run"
+        if controls:
+            verdicts = counted(r["verdict"] for r in controls)
+            against = f"{CLAIMS[name].control_name}: {shows(controls)}; {verdicts}"
+        cells = (
+            f"`{name}`", EXPERIMENTS[name].effect, shows(rows), counted(r["verdict"] for r in rows), times,
+            ratios, f"{decades}: {counted(r['sharpness'] for r in rows)}" if decades else "", against,
+            f"{statistics.median(r['seconds'] for r in rows):.0f}",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    missing = [f"`{name}`" for name in CLAIMS if name not in stored]
+    lines += ["", f"Not run with these presets: {', '.join(missing)}."] if missing else []
+    return "\n".join(lines)
+
+
+def _interval(bounds: list[float | None]) -> str:
+    low, high = [*bounds, None][:2]
+    return f"from {low:g}" if high is None else f"{low:g} to {high:g}"
+
+
+def page(text: str, stored: dict[str, Any]) -> str:
+    """Return the text of the page with the table of the runs."""
+    begin, end = text.index(MARKS[0]) + len(MARKS[0]), text.index(MARKS[1])
+    return f"{text[:begin]}\n{table(stored)}\n{text[end:]}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="experiments; all ten by default")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--only", choices=("ci", "control"), help="leave out the other")
+    parser.add_argument("--table", action="store_true", help="train nothing; write the table of the page")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    console = Console()
-    table = Table(title="ci presets on one core: the effect, and its control")
-    for column in ("experiment", "run", "seed", "verdict", "fitted", "generalised", "effect", "details", "s"):
-        table.add_column(column)
-    shown: dict[str, list[bool]] = {}
-    for name in arguments.names or list(EXPERIMENTS):
+    for name in [] if arguments.table else arguments.names or list(EXPERIMENTS):
         claim = CLAIMS[name]
         runs = [("ci", {}, ""), (claim.control_name, claim.control, claim.labels)]
         if arguments.only:
@@ -221,28 +367,12 @@ def main() -> None:
             for seed in range(arguments.first, arguments.first + arguments.seeds):
                 outcome = trained(name, seed, change, labels)
                 effect, details = claim.check(outcome)
-                shown.setdefault(f"{name}, {run}", []).append(effect)
-                found = outcome.verdict
-                printed = f"{found.verdict}{' (strong)' if found.strong else ''}"
-                if run == "ci" and found.verdict != EXPERIMENTS[name].ci_expects:
-                    printed += ", not expected"
-                row = (
-                    name,
-                    run,
-                    str(seed),
-                    printed,
-                    str(found.memorised or "never"),
-                    str(found.generalised or "never"),
-                    "shows" if effect else "absent",
-                    details,
-                    f"{outcome.seconds:.1f}",
-                )
-                table.add_row(*row)
-                console.print(" | ".join(row), highlight=False)
-    console.print(table)
-    for key, effects in shown.items():
-        what = EXPERIMENTS[key.split(",")[0]].effect
-        console.print(f"{key}: {what} shows in {sum(effects)} of {len(effects)}", highlight=False)
+                row = row_of(run, seed, effect, details, outcome)
+                record(name, row)
+                shown = {key: value for key, value in row.items() if key not in {"curves", "torch"}}
+                sys.stdout.write(f"{name}: {json.dumps(shown, ensure_ascii=False)}\n")
+                sys.stdout.flush()
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8"), read()), encoding="utf-8")
 
 
 if __name__ == "__main__":

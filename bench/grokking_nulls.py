@@ -1,12 +1,15 @@
-"""The verdict on grokking must not be given where there is none: 400 nulls and more, and positives found.
+"""The verdict on grokking must not be given where there is no delay, and no gradual rise called sharp.
+
+Two statements, each with nulls of its own: the verdict, whose definition is the delay, and the sharpness of
+the rise. Late and gradual rises are nulls of the second: the verdict must be grokking, the rise not sharp.
 
 Nulls that train: the fast oracle with a weight decay of .1, with random labels, with a training share
 of .8 to .9, with a curriculum; the linear teacher and student at lambda = 2, far from the
 interpolation threshold, whose accuracy is the share of samples within a tolerance. Nulls that are
 curves: recoveries from instability, zero-filled logs, values carried forward, partial plateaus, noise
-around a threshold, slow ends, logs out of order and repeated, epoch-wise double descent, power laws, slow
-lines, nets that fit in five steps, and curricula. Positives: the fast oracle at even and at logarithmic logs,
-sparse parity (two classes, chance .5), and curves.
+around a threshold, slow ends, logs out of order and repeated, epoch-wise double descent, steep power laws
+from the fit, nets that fit in five steps, and curricula. Gradual: power laws, lines, exponentials. Positives:
+the fast oracle at even and at logarithmic logs, sparse parity (two classes, chance .5), and curves.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from rich.table import Table
 
 from backlight.experiments import config
 from backlight.monitors.grokking.model.detection import detect
-from backlight.monitors.grokking.model.verdicts import Detection
+from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict
 
 CHANCE, SIZE = 1 / 23, 265
 STEPS = np.arange(0, 5001, 10)
@@ -217,14 +220,14 @@ def synthetic(repeats: int = 6) -> Iterator[tuple[str, Detection]]:
 
 
 def shapes(repeats: int = 25) -> Iterator[tuple[str, Detection]]:
-    """Yield named nulls of 16 shapes that fit early and are good late, ``repeats`` of each.
+    """Yield named nulls of shapes that fit early and are good late, ``repeats`` of each.
 
     Chance is 1/23, or .5 in those of two classes.
     """
     for seed in range(repeats):
         draw = np.random.default_rng(2000 + seed)
         fit, way = _fitted(25), 1 - CHANCE
-        late, decades = draw.uniform(500, 2500), np.log10(np.maximum(STEPS, 1))
+        late = draw.uniform(500, 2500)
 
         # Epoch-wise double descent (Nakkiran et al. 1912.02292): up, down around the fit, up again.
         def descent(
@@ -242,19 +245,9 @@ def shapes(repeats: int = 25) -> Iterator[tuple[str, Detection]]:
         yield "double descent, deep, sharp end", _judged(fit, _counted(sharp, draw))
         two = _counted(descent(draw.uniform(0.6, 0.8), draw.uniform(0.1, 0.2), low=0.5), draw)
         yield "double descent, two classes", _judged(fit, two, chance=0.5)
-        power = draw.uniform(0.3, 1.5)
         gone = np.maximum(STEPS, 1) / 25
-        law = CHANCE + way * (1 - np.minimum(1, gone**-power))
-        yield "power law from the fit", _judged(fit, _counted(law, draw))
-        tau, power = draw.uniform(200, 1000), draw.uniform(0.7, 3)
-        yield "power law, slow", _judged(fit, _counted(1 - way * (1 + STEPS / tau) ** -power, draw))
-        yield "exponential", _judged(fit, _counted(1 - way * np.exp(-STEPS / draw.uniform(200, 1200)), draw))
-        line = np.clip((STEPS - 25) / draw.uniform(800, 4000), 0, 1)
-        yield "line", _judged(fit, _counted(CHANCE + way * line, draw))
-        in_log = np.clip((decades - np.log10(25)) / draw.uniform(1, 2.2), 0, 1)
-        yield "line over log steps", _judged(fit, _counted(CHANCE + way * in_log, draw))
-        wide = CHANCE + way * _in_decades(draw.uniform(300, 900), draw.uniform(0.25, 0.5))
-        yield "wide rise", _judged(fit, _counted(wide, draw))
+        law = CHANCE + way * (1 - np.minimum(1, gone ** -draw.uniform(1.0, 2.0)))
+        yield "power law from the fit, steep", _judged(fit, _counted(law, draw))
         soon = np.arange(0, 400)
         fast_fit = np.where(soon >= 5, 1.0, soon / 5)
         at, width = draw.uniform(15, 24), draw.uniform(0.5, 2)
@@ -275,6 +268,24 @@ def shapes(repeats: int = 25) -> Iterator[tuple[str, Detection]]:
         yield "curriculum, four stages", _judged(again, _counted(CHANCE + way * stage / 4, draw))
         coin = _counted(np.full(len(STEPS), 0.5), draw, noise=0.03)
         yield "two classes, memorised", _judged(fit, coin, chance=0.5)
+
+
+def gradual(repeats: int = 25) -> Iterator[tuple[str, Detection]]:
+    """Yield named rises that come late and without a transition, ``repeats`` of each."""
+    for seed in range(repeats):
+        draw = np.random.default_rng(4000 + seed)
+        fit, way, decades = _fitted(25), 1 - CHANCE, np.log10(np.maximum(STEPS, 1))
+        law = CHANCE + way * (1 - np.minimum(1, (np.maximum(STEPS, 1) / 25) ** -draw.uniform(0.3, 0.6)))
+        yield "power law from the fit, slow", _judged(fit, _counted(law, draw))
+        tau, power = draw.uniform(200, 1000), draw.uniform(0.7, 3)
+        yield "power law", _judged(fit, _counted(1 - way * (1 + STEPS / tau) ** -power, draw))
+        yield "exponential", _judged(fit, _counted(1 - way * np.exp(-STEPS / draw.uniform(200, 1200)), draw))
+        line = np.clip((STEPS - 25) / draw.uniform(800, 4000), 0, 1)
+        yield "line", _judged(fit, _counted(CHANCE + way * line, draw))
+        in_log = np.clip((decades - np.log10(25)) / draw.uniform(1.2, 2.2), 0, 1)
+        yield "line over log steps", _judged(fit, _counted(CHANCE + way * in_log, draw))
+        wide = CHANCE + way * _in_decades(draw.uniform(300, 900), draw.uniform(0.25, 0.5))
+        yield "wide rise", _judged(fit, _counted(wide, draw))
         logs = np.unique(np.geomspace(1, 5000, 60).round().astype(int))
         law = 1 - way * (1 + logs / 300) ** -draw.uniform(0.7, 2)
         fitted = np.where(logs >= 25, 1.0, logs / 25)
@@ -308,21 +319,32 @@ def positives(seeds: int, repeats: int) -> Iterator[tuple[str, Detection]]:
         yield "curve, two classes, 60 logarithmic logs", delayed_at_logarithmic_logs(seed, 60, chance=0.5)
 
 
-def _printed(rows: Iterator[tuple[str, Detection]], console: Console) -> tuple[int, int]:
-    """Print the verdicts on each kind of ``rows``; return how many are grokking, and of how many."""
-    counted: dict[str, collections.Counter[str]] = {}
-    for name, found in rows:
-        counted.setdefault(name, collections.Counter())[found.words] += 1
-    table = Table("kind", "runs", "grokking", "verdicts", box=None)
-    for name, verdicts in counted.items():
-        listed = ", ".join(f"{verdict} {amount}" for verdict, amount in verdicts.most_common())
-        table.add_row(name, str(verdicts.total()), str(_grokking(verdicts)), listed)
+def _printed(rows: Iterator[tuple[str, Detection]], console: Console) -> tuple[list[Detection], int]:
+    """Print the verdicts on each kind of ``rows``; return all of them, and how many are grokking."""
+    kinds: dict[str, list[Detection]] = {}
+    for name, detection in rows:
+        kinds.setdefault(name, []).append(detection)
+    table = Table("kind", "runs", "grokking", "verdicts", "rises of grokking", box=None)
+    for name, detections in kinds.items():
+        verdicts = collections.Counter(detection.words for detection in detections)
+        shapes = collections.Counter(_sharpness(d) for d in detections if _grokking(d))
+        table.add_row(
+            name,
+            str(len(detections)),
+            str(sum(map(_grokking, detections))),
+            *(", ".join(f"{word} {n}" for word, n in of.most_common()) for of in (verdicts, shapes)),
+        )
     console.print(table)
-    return sum(map(_grokking, counted.values())), sum(verdicts.total() for verdicts in counted.values())
+    everything = [detection for detections in kinds.values() for detection in detections]
+    return everything, sum(map(_grokking, everything))
 
 
-def _grokking(verdicts: collections.Counter[str]) -> int:
-    return sum(amount for verdict, amount in verdicts.items() if verdict.startswith("grokking"))
+def _grokking(detection: Detection) -> bool:
+    return detection.verdict is GrokkingVerdict.GROKKING
+
+
+def _sharpness(detection: Detection) -> str:
+    return detection.transition.sharpness.value if detection.transition else "not observed"
 
 
 def main() -> None:
@@ -333,11 +355,21 @@ def main() -> None:
     torch.set_num_threads(1)
     console = Console(width=120)
     nulls = (*training_nulls(chosen.seeds), *synthetic(chosen.repeats), *shapes(chosen.repeats))
-    false, total = _printed(iter(nulls), console)
-    console.print(f"{false} of {total} nulls called grokking ({false / total:.1%})")
-    found, runs = _printed(positives(chosen.seeds, chosen.repeats), console)
-    console.print(f"{found} of {runs} positives called grokking ({found / runs:.1%})")
-    if false > 0.01 * total or found < 0.9 * runs:
+    runs, false = _printed(iter(nulls), console)
+    console.print(f"{false} of {len(runs)} nulls called grokking ({false / len(runs):.1%})")
+    rises, late = _printed(gradual(chosen.repeats), console)
+    sharp = sum(_sharpness(detection) == "sharp" for detection in rises)
+    console.print(
+        f"{late} of {len(rises)} late and gradual rises called grokking ({late / len(rises):.1%}), "
+        f"{sharp} of them sharp ({sharp / len(rises):.1%})"
+    )
+    positive, hits = _printed(positives(chosen.seeds, chosen.repeats), console)
+    blunt = sum(_sharpness(detection) == "gradual" for detection in positive)
+    console.print(
+        f"{hits} of {len(positive)} positives called grokking ({hits / len(positive):.1%}), "
+        f"{blunt} of them gradual ({blunt / len(positive):.1%})"
+    )
+    if false > 0.01 * len(runs) or sharp > 0.01 * len(rises) or hits < 0.95 * len(positive):
         raise SystemExit(1)
 
 

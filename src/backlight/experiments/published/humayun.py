@@ -81,11 +81,11 @@ class Training(AdamWTraining):
         data=Data(train_size=200),
         model=Model(hidden=(100, 100), scale=8.0),
         training=Training(
-            steps=8000,
+            steps=10_000,
             batch_size=0,
-            lr=2e-3,
-            weight_decay=0.1,
-            attack_radius=0.06,
+            lr=5e-3,
+            weight_decay=0.03,
+            attack_radius=0.04,
             measured=200,
             log_every=100,
             thorough_every=100,
@@ -93,7 +93,6 @@ class Training(AdamWTraining):
     ),
     effect="late robustness",
     expects="",
-    ci_expects="delayed-smooth",
 )
 def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""

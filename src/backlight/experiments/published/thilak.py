@@ -69,7 +69,6 @@ class Training(Duration):
         training=Training(steps=9000, batch_size=0, lr=5e-3, log_every=20, thorough_every=200),
     ),
     effect="slingshots, and generalisation with them",
-    ci_expects="delayed-smooth",
 )
 def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""

@@ -88,7 +88,6 @@ class Training(AdamWTraining):
         ),
     ),
     effect="late in distribution, never out of it",
-    ci_expects="delayed-smooth",
 )
 def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task: training on atomic and inferred facts, tested on inferred ones in distribution."""

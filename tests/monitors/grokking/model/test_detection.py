@@ -93,22 +93,42 @@ def log_rise(at: float, decades: float, low: float = CHANCE) -> np.ndarray:
     return low + (1 - low) / (1 + np.exp(-np.clip(away, -60, 60)))
 
 
-@pytest.mark.parametrize("decades", [0.1, 0.25, 0.36, 0.44, 0.5])
+@pytest.mark.parametrize("decades", [0.1, 0.25, 0.36, 0.41, 0.5])
 @pytest.mark.parametrize("low", [CHANCE, 0.5])
 def test_width_of_rise_is_measured_in_decades(decades: float, low: float) -> None:
-    found = evaluated(fitted(), log_rise(700, decades, low), chance=low)
+    found = evaluated(fitted(), log_rise(400, decades, low), chance=low, test_size=20_000)
     assert found.transition.decades == pytest.approx(decades, abs=0.02)
-    assert found.transition.distance == pytest.approx(np.log10(700 / 40), abs=0.02)
-    sharp = decades <= 0.4
-    assert found.verdict == (GrokkingVerdict.GROKKING if sharp else GrokkingVerdict.DELAYED_SMOOTH)
-    assert found.words == ("grokking, strong" if sharp else "delayed, smooth")
+    assert found.transition.distance == pytest.approx(np.log10(400 / 40), abs=0.02)
+    low_decades, high_decades = found.transition.interval
+    assert low_decades < decades < high_decades
+    expected = {0.1: "sharp", 0.25: "sharp", 0.36: "sharp", 0.41: "intermediate", 0.5: "gradual"}
+    assert found.transition.sharpness == expected[decades]
+    # The delay is the verdict, whatever the shape of the rise.
+    assert (found.verdict, found.strong) == (GrokkingVerdict.GROKKING, True)
+    assert f"The rise is {expected[decades]}: its middle half" in found.claim
 
 
-def test_rise_that_is_wide_for_its_distance_is_smooth() -> None:
-    # 0.3 decades, at a distance of 0.44: it begins right after memorisation.
-    found = evaluated(fitted(300), log_rise(850, 0.3))
-    assert found.verdict is GrokkingVerdict.DELAYED_SMOOTH
-    assert found.transition.decades < 0.4
+def test_interval_of_width_narrows_with_samples_and_logs() -> None:
+    def width(size: int, every: int) -> float:
+        test = np.rint(log_rise(700, 0.36) * size) / size
+        found = detect(
+            STEPS[::every], fitted()[::every], STEPS[::every], test[::every], chance=CHANCE, test_size=size
+        )
+        low, high = found.transition.interval
+        return high - low
+
+    assert width(100_000, 1) < 0.03 < width(1000, 1) < width(200, 1)
+    assert width(100_000, 1) < width(100_000, 5)
+
+
+def test_rise_whose_middle_comes_with_the_fit_has_no_delay() -> None:
+    # A power law from the fit reaches 95 % of its way at 7 times, and half of it at 1.6 times the fit.
+    law = CHANCE + (1 - CHANCE) * (1 - np.minimum(1, (np.maximum(STEPS, 1) / 40) ** -1.5))
+    found = evaluated(fitted(), law)
+    assert found.ratio[0] > 5
+    assert (found.verdict, "a slow end, but no delay" in found.claim) == (GrokkingVerdict.NO_DELAY, True)
+    late = evaluated(fitted(), log_rise(700, 0.7))
+    assert next(c for c in late.conditions if c.name == "delay of half the rise").held
 
 
 @pytest.mark.parametrize("low", [CHANCE, 0.5])

@@ -1,8 +1,9 @@
 """The verdict on grokking, from the accuracies of a run alone (docs/formulas.md, section 4).
 
-``grokking`` needs a delay that is long against the time to memorise, starts from a test accuracy below half
-of the way, persists while the training accuracy holds, ends in a sharp rise, is covered by many logs, and
-exists for every training threshold from .9 to .99. Everything else has its own verdict.
+``grokking`` needs a delay that is long against the time to memorise, for the end of the rise and for its
+middle, starts from a test accuracy below half of the way, persists while the training accuracy holds, is
+covered by many logs, and exists for every training threshold from .9 to .99. Everything else has its own
+verdict. The sharpness of the rise is a second statement, with an interval, and no condition.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ SWEEP_TEST = 3
 NEAR = 1.25
 """A delay below so many times the limit is noted as near it."""
 
-SHARP = "sharp transition"
-"""Name of the condition on the shape of the rise."""
+HALF = "delay of half the rise"
+"""Name of the condition on the middle of the rise."""
 
 END_SHARE = 0.1
 """Share of the logs, or of the steps, that counts as the end of a run."""
@@ -230,11 +231,12 @@ class _Evaluation:
         conditions = self._conditions(memorised, generalised)
         sweep = self._sweep()
         verdict, words = self._delayed(memorised, generalised, conditions, sweep)
+        shape = f" The rise is {transition.words}." if transition and verdict in _SWEPT else ""
         strong = verdict is GrokkingVerdict.GROKKING and ratio[0] >= self.limits.delay_ratio_strong
         return self._detection(
             verdict,
             f"{'Strong generalisation.' if strong else words} It memorised in steps {memorised} and "
-            f"generalised in steps {generalised}, {_times(ratio)} the time to memorise.",
+            f"generalised in steps {generalised}, {_times(ratio)} the time to memorise.{shape}",
             memorised,
             generalised,
             strong=strong,
@@ -284,6 +286,12 @@ class _Evaluation:
                 GrokkingVerdict.NO_DELAY,
                 "The run was more than half way to generalising when it memorised: slow, but no delay.",
             )
+        if outcomes[HALF] is False:
+            return (
+                GrokkingVerdict.NO_DELAY,
+                f"Half of the rise of the test accuracy came within {limits.delay_ratio:g} times the time to "
+                "memorise: a slow end, but no delay.",
+            )
         if generalised.by - memorised.by < limits.delay_steps:
             return (
                 GrokkingVerdict.NO_DELAY,
@@ -295,11 +303,6 @@ class _Evaluation:
             return GrokkingVerdict.INSUFFICIENT_DATA, doubt
         if self.plateau < limits.test_share and self._rise() > limits.rising:
             return GrokkingVerdict.CENSORED, "The test accuracy still rises at the end."
-        if outcomes[SHARP] is False:
-            return (
-                GrokkingVerdict.DELAYED_SMOOTH,
-                "Delayed, but smooth: the test accuracy rises gradually, without the transition of grokking.",
-            )
         missed = next((point for point in sweep if not point.grokking), None)
         if missed is not None:
             return (
@@ -369,10 +372,10 @@ class _Evaluation:
                 generalised.by - memorised.by >= limits.delay_steps,
             ),
             Condition(
-                SHARP,
-                f"at most {self._widest(transition):.2g} decades",
-                "not observed" if transition is None else f"{transition.decades:.2g} decades",
-                None if transition is None else transition.decades <= self._widest(transition),
+                HALF,
+                f"at least {limits.delay_ratio:g} times",
+                "not observed" if transition is None else f"{10**transition.distance:.3g} times",
+                None if transition is None else 10**transition.distance >= limits.delay_ratio,
             ),
             Condition(
                 "logs between",
@@ -402,17 +405,20 @@ class _Evaluation:
 
     def _transition(self, memorised: Interval, generalised: Interval) -> Transition | None:
         start = max(self.chance, self._start(memorised, generalised) or 0.0)
-        return transition_of(self.test, start, self.plateau, memorised.by, self.limits.stay_logs)
-
-    def _widest(self, transition: Transition | None) -> float:
-        """Return the decades of steps that a sharp rise may take."""
-        widest, share = self.limits.transition_decades, self.limits.transition_share
-        return widest if transition is None else max(0.0, min(widest, share * transition.distance))
+        return transition_of(
+            self.test,
+            start,
+            self.plateau,
+            memorised.by,
+            self.limits.stay_logs,
+            size=self.size,
+            sharp=self.limits.transition_decades,
+        )
 
     def _sweep(self) -> tuple[SweepPoint, ...]:
         """Evaluate with other thresholds; all else is as in the verdict itself.
 
-        The transition is not: it begins where the run memorised, which the thresholds move.
+        The middle of the rise is not: it begins where the run memorised, which the thresholds move.
         """
         limits = self.limits
         moved = copy.copy(self)
@@ -427,7 +433,7 @@ class _Evaluation:
                     and all(
                         condition.held
                         for condition in moved._conditions(memorised, generalised)
-                        if condition.name != SHARP
+                        if condition.name != HALF
                     )
                 )
                 points.append(SweepPoint(train, share, memorised, generalised, holds))

@@ -57,15 +57,8 @@ class VerdictLimits(Limits, monitor="grokking"):
     logs_between: int = _count(10, "logs between the two times: fewer do not show what happened")
     transition_decades: float = limit(
         0.4,
-        "decades of steps from a quarter to three quarters of the rise: a straight line from step 0 takes "
-        "0.48, an exponential approach 0.68, and a power law with an exponent below 1.2 more than 0.4",
-        source=_CHOSEN,
-        low=0.0,
-    )
-    transition_share: float = limit(
-        0.5,
-        "the same as a share of the decades from memorisation to half of the rise: a line in log steps has "
-        "1, a power law that begins at memorisation 1.6 whatever its exponent",
+        "decades of steps from a quarter to three quarters of the rise up to which it is sharp, above which "
+        "it is gradual; no condition of grokking. A line from 0 takes 0.48, an exponential approach 0.68",
         source=_CHOSEN,
         low=0.0,
     )
@@ -139,7 +132,6 @@ class GrokkingVerdict(enum.StrEnum):
     """The verdicts on the accuracies of a run."""
 
     GROKKING = "grokking"
-    DELAYED_SMOOTH = "delayed-smooth"
     NO_DELAY = "no-delay"
     MEMORISED = "memorised"
     NOT_FITTED = "not-fitted"
@@ -159,6 +151,14 @@ class Condition:
     held: bool | None
 
 
+class Sharpness(enum.StrEnum):
+    """How the width of a rise compares with ``transition_decades``, by the whole of its interval."""
+
+    SHARP = "sharp"
+    INTERMEDIATE = "intermediate"
+    GRADUAL = "gradual"
+
+
 @dataclass(frozen=True, slots=True)
 class Transition:
     """The rise of the test accuracy from where it was at memorisation to its plateau.
@@ -166,7 +166,8 @@ class Transition:
     Steps at which it passed a quarter, half and three quarters of the rise, interpolated between logs.
 
     ``decades`` is log10 of the last step over the first, ``distance`` log10 of the middle one over the time
-    to memorise.
+    to memorise. ``interval`` bounds ``decades`` by the logs around each step and by the counting noise of the
+    test set (95 % at each step); its upper bound is None where three quarters plus that noise were not held.
     """
 
     quarter: float
@@ -174,6 +175,25 @@ class Transition:
     three_quarters: float
     decades: float
     distance: float
+    interval: tuple[float, float | None]
+    sharpness: Sharpness
+
+    @property
+    def words(self) -> str:
+        """The sharpness with its interval: ``sharp: ... 0.2 (0.17 to 0.24) decades of steps``."""
+        low, high = self.interval
+        bounds = f"at least {low:.2g}" if high is None else f"{low:.2g} to {high:.2g}"
+        return (
+            f"{self.sharpness.value}: its middle half takes {self.decades:.2g} ({bounds}) decades of steps, "
+            f"where a straight line takes {_LINE:.2g} and an exponential approach {_EXPONENTIAL:.2g}"
+        )
+
+
+_LINE = math.log10(3)
+"""Decades from a quarter to three quarters of a straight line from step 0."""
+
+_EXPONENTIAL = math.log10(math.log(4) / math.log(4 / 3))
+"""The same of an exponential approach."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +234,7 @@ class Detection:
 
     @property
     def words(self) -> str:
-        """The verdict in words: ``grokking, strong`` or ``delayed, smooth``."""
-        if self.verdict is GrokkingVerdict.DELAYED_SMOOTH:
-            return "delayed, smooth"
+        """The verdict in words: ``grokking, strong`` or ``no-delay``."""
         return "grokking, strong" if self.strong else self.verdict.value
 
     ratio: tuple[float, float | None] | None = None
@@ -240,24 +258,41 @@ NOISE_SD = 3.0
 """Standard deviations by which a fall must exceed the counting noise of two accuracies."""
 
 
-def transition_of(test: Curve, start: float, plateau: float, memorised: int, logs: int) -> Transition | None:
+def transition_of(
+    test: Curve, start: float, plateau: float, memorised: int, logs: int, *, size: int, sharp: float
+) -> Transition | None:
     """Return the rise of ``test`` from ``start`` to ``plateau``; None if it did not hold three quarters.
 
     ``start`` is the accuracy when the run memorised, at step ``memorised``. Each step is where the accuracy
     reached its level for the first time and held it for ``logs`` logs, interpolated between the two logs.
-    What was reached before a fall counts: a rise in two parts is wide.
+    What was reached before a fall counts: a rise in two parts is wide. ``size`` samples were tested;
+    ``sharp`` is the width in decades that divides sharp from gradual.
     """
-    steps = [_passed(test, start + share * (plateau - start), logs) for share in (0.25, 0.5, 0.75)]
-    quarter, half, three_quarters = steps
+    levels = [start + share * (plateau - start) for share in (0.25, 0.5, 0.75)]
+    quarter, half, three_quarters = (_passed(test, level, logs) for level in levels)
     if quarter is None or half is None or three_quarters is None:
         return None
+    first, last = (_passed_within(test, level, logs, max(1, size)) for level in (levels[0], levels[2]))
+    low = 0.0 if first[1] is None else max(0.0, _decades(first[1], last[0]))
+    high = None if last[1] is None else _decades(first[0], last[1])
+    sharpness = Sharpness.INTERMEDIATE
+    if low > sharp:
+        sharpness = Sharpness.GRADUAL
+    elif high is not None and high <= sharp:
+        sharpness = Sharpness.SHARP
     return Transition(
         quarter=quarter,
         half=half,
         three_quarters=three_quarters,
-        decades=math.log10(max(1.0, three_quarters) / max(1.0, quarter)),
-        distance=math.log10(max(1.0, half) / max(1, memorised)),
+        decades=_decades(quarter, three_quarters),
+        distance=_decades(memorised, half),
+        interval=(low, high),
+        sharpness=sharpness,
     )
+
+
+def _decades(first: float, last: float) -> float:
+    return math.log10(max(1.0, last) / max(1.0, first))
 
 
 def _passed(curve: Curve, level: float, logs: int) -> float | None:
@@ -269,6 +304,14 @@ def _passed(curve: Curve, level: float, logs: int) -> float | None:
         return float(times.by)
     before, after = curve.values[row - 1 : row + 1]
     return times.after + (level - float(before)) / float(after - before) * (times.by - times.after)
+
+
+def _passed_within(curve: Curve, level: float, logs: int, size: int) -> tuple[float, float | None]:
+    """Return the first and last step at which the accuracy may have passed ``level``, given its noise."""
+    noise = curves.WILSON_Z * math.sqrt(max(0.0, level * (1 - level)) / size)
+    early = curves.first_stay(curve, level - noise, logs)
+    late = curves.first_stay(curve, level + noise, logs)
+    return float(early.after) if early else 0.0, float(late.by) if late else None
 
 
 def lost(test: Curve, way: Way, early: float, late: int, *, share: float, size: int) -> bool:

@@ -25,12 +25,6 @@ _WORDS = {
         "logs between the two show a test accuracy that rose with the training accuracy, or the run with "
         "another order of test samples gives other times.",
     ),
-    _Verdict.DELAYED_SMOOTH: (
-        "No grokking: the run generalised late, but gradually",
-        "Compare with the matched control, and with more weight decay or a smaller training share, where a "
-        "transition would be sharp.",
-        "the rise is sharp over the logarithm of steps, or its width comes from the test set.",
-    ),
     _Verdict.NO_DELAY: (
         "No grokking: the run generalised about when it memorised",
         "For a delay, use a smaller training share or a larger initialisation.",

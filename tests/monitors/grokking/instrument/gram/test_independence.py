@@ -117,7 +117,10 @@ RIGHT: dict[str, Case] = {
 SIAMESE: Case = (Siamese, lambda model, batch: model(batch[0]), lambda: labelled(2, 5))
 REFUSED: dict[str, tuple[Case, str]] = {
     "siamese": (SIAMESE, "draws random numbers"),
-    "batch_norm": ((HandWrittenBatchNorm, entropies, lambda: labelled(5)), "independent along the first"),
+    "batch_norm": (
+        (HandWrittenBatchNorm, entropies, lambda: labelled(5)),
+        "independent along the first|samples are coupled in the forward of the model",
+    ),
     "mean": (
         (
             lambda p: nn.Sequential(nn.Linear(5, 6), nn.Dropout(p), nn.Linear(6, 3)),
@@ -295,3 +298,115 @@ def test_loss_that_cannot_take_one_sample_is_checked_by_halves() -> None:
 
     found = backlight.gram(model, loss, (x, y))
     assert found.coverage["weight"].independence < 1e-12
+
+
+class Mixing(nn.Module):
+    """Mixes samples by ``mix`` while it trains, as batch norm does, and not in evaluation."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.mix = mix
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.mix(h) if self.training else h
+
+
+class UnderDropout(nn.Module):
+    """A layer that mixes samples, or not, between two that do not, under dropout."""
+
+    def __init__(self, mix: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a, self.norm, self.drop, self.b = nn.Linear(5, 6), Mixing(mix), nn.Dropout(0.2), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.drop(torch.tanh(self.norm(self.a(x)))))
+
+
+COUPLED: dict[str, Callable[[Tensor], Tensor]] = {
+    "statistics": lambda h: (h - h.mean(0)) / (h.var(0, unbiased=False) + 1e-3).sqrt(),
+    "detached mean": lambda h: h - h.mean(0).detach(),
+    "weak mean": lambda h: h + 1e-4 * h.mean(0),
+    "sort": lambda h: h.sort(0).values,
+    "top-k over the batch": lambda h: h * (h.sum(1) >= h.sum(1).topk(3).values[-1])[:, None],
+    "attention over the batch": lambda h: torch.softmax(h @ h.T, 1) @ h,
+    "sample before": lambda h: h + 0.5 * h.roll(1, 0),
+}
+SINGLE: dict[str, Callable[[Tensor], Tensor]] = {
+    "statistics of the sample": lambda h: (h - h.mean(1, keepdim=True)) / (h.std(1, keepdim=True) + 1e-3),
+    "sort within the sample": lambda h: h.sort(1).values,
+    "top-k within the sample": lambda h: h * (h >= h.topk(3, 1).values[:, -1:]),
+    "fixed statistics": lambda h: (h - 0.3) / 1.7,
+    "large numbers": lambda h: 1e4 * h,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", COUPLED)
+def test_coupling_under_dropout_is_refused_by_name(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    model, (x, y) = UnderDropout(COUPLED[name]).to(dtype), labelled(5)
+    states = torch.get_rng_state()
+    with pytest.raises(GramError, match=r"samples are coupled in module 'norm' \(Mixing\)"):
+        backlight.gram(model, lambda m, b: entropies(m, b).sum(), (x.to(dtype), y))
+    assert torch.equal(states, torch.get_rng_state())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("name", SINGLE)
+def test_samples_that_are_their_own_under_dropout_are_measured(name: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(3)
+    model, (x, y) = UnderDropout(SINGLE[name]).to(dtype), labelled(5)
+    torch.manual_seed(5)
+    gram = backlight.gram(model, lambda m, b: entropies(m, b).sum(), (x.to(dtype), y))
+    torch.manual_seed(5)
+    expected = true_gram(model, entropies, (x.to(dtype), y), None)
+    assert relative(gram.matrix, expected) < (1e-10 if dtype == torch.float64 else 1e-4)
+
+
+def hardest(model: nn.Module, batch: Any) -> Tensor:
+    return entropies(model, batch).topk(2).values.sum()
+
+
+def negatives(model: nn.Module, batch: Any) -> Tensor:
+    out = F.normalize(model(batch[0]), dim=1)
+    return F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum")
+
+
+def balanced(model: nn.Module, batch: Any) -> Tensor:
+    counts = torch.bincount(batch[1], minlength=3).to(batch[0].dtype)
+    return (entropies(model, batch) / counts[batch[1]]).sum()
+
+
+@pytest.mark.parametrize("loss", [hardest, negatives, balanced])
+@pytest.mark.parametrize("at_once", [None, 3])
+def test_loss_that_couples_samples_under_dropout_is_refused(
+    loss: Callable[[nn.Module, Any], Tensor], at_once: int | None
+) -> None:
+    torch.manual_seed(3)
+    model = UnderDropout(lambda h: h).double()
+    with pytest.raises(GramError, match="samples are coupled in loss_fn"):
+        backlight.gram(model, loss, labelled(5), at_once=at_once)
+
+
+class Cropped(nn.Module):
+    """Crops to the longest sample, so that others draw other masks where it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop, self.b = nn.Linear(5, 6), nn.Dropout(0.2), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        valid = (x != 0).any(2, keepdim=True)
+        longest = int(valid.sum(1).max())
+        return (self.b(self.drop(torch.tanh(self.a(x[:, :longest])))) * valid[:, :longest]).sum(1)
+
+
+def test_masks_that_depend_on_the_longest_sample_are_no_coupling() -> None:
+    torch.manual_seed(3)
+    model, (x, y) = Cropped().double(), labelled(4, 5)
+    x[0, 3:], x[1:, 2:] = 0, 0
+    torch.manual_seed(5)
+    gram = backlight.gram(model, lambda m, b: entropies(m, b).sum(), (x, y))
+    torch.manual_seed(5)
+    assert relative(gram.matrix, true_gram(model, entropies, (x, y), None)) < 1e-10

@@ -27,6 +27,7 @@ from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
 from backlight.monitors.grokking.instrument.gram import checks, inputs
 from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule, Coverage, GramError
+from backlight.monitors.grokking.instrument.gram.coupling import Coupling
 from backlight.monitors.grokking.instrument.gram.fallback import per_sample
 from backlight.monitors.grokking.instrument.gram.independence import Independence, Sets
 from backlight.monitors.grokking.instrument.gram.inputs import ALONE, Measured, eager
@@ -353,6 +354,8 @@ class Measurement:
             if self.broadcasts and history.broadcast and not self._same_loss(state):
                 history.broadcast = False
                 return None
+            if drew:
+                Coupling(self, state).refuse()
             if not failed or not drew:
                 failed |= Independence(self, state, drew, accumulated).failures(gradients, set(failed))
         measured = [name for name in failed if self.parameters[name].method]

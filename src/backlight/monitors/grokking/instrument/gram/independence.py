@@ -21,7 +21,7 @@ from backlight.capture.model_state import PreservedState, in_float64
 from backlight.capture.per_sample import Call
 from backlight.interrupts import is_interrupt
 from backlight.monitors.grokking.instrument.gram.checks import DEPENDENT, GramError, looks_like_mean
-from backlight.monitors.grokking.instrument.gram.inputs import ALONE
+from backlight.monitors.grokking.instrument.gram.inputs import ALONE, doubled
 
 if TYPE_CHECKING:
     from backlight.monitors.grokking.instrument.gram.gram import Measurement
@@ -301,7 +301,7 @@ class Independence:
         with in_float64(of.model) if precise else contextlib.nullcontext():
             if self._drew:
                 of.model.eval()
-            batch = map_tensors(of.batch, _doubled) if precise else of.batch
+            batch = map_tensors(of.batch, doubled) if precise else of.batch
             probe = replace(of, batch=batch, products=torch.float64)
             probe.history = of.history
             probe._reset()
@@ -323,11 +323,3 @@ class _NotPossible(Exception):  # noqa: N818 - a reason, not an error
 
 def _allowed(eps: float) -> float:
     return next(share for limit, share in IN_WORKING_PRECISION.items() if eps < limit)
-
-
-def _doubled(tensor: Tensor) -> Tensor:
-    return (
-        tensor.detach().double().requires_grad_(tensor.requires_grad)
-        if tensor.is_floating_point()
-        else tensor
-    )

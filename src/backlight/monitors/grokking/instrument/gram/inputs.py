@@ -142,6 +142,13 @@ def some(batch: Any, index: Tensor) -> Any:
     )
 
 
+def doubled(tensor: Tensor) -> Tensor:
+    """Return a float64 copy of a floating tensor, any other as it is."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().double().requires_grad_(tensor.requires_grad)
+
+
 def joined(batch: Any, against: Any) -> tuple[Any, int]:
     """Return both batches as one, the samples of ``against`` last, and how many these are."""
     count(batch)
