@@ -271,7 +271,7 @@ def summary(detection: Detection) -> Row:
         "memorised": str(detection.memorised or "never"),
         "generalised": str(detection.generalised or "never"),
         "ratio": [None if bound is None else round(bound, 1) for bound in detection.ratio or ()],
-        "decades": [round(bound, 2) for bound in (rise.decades, *rise.interval) if bound] if rise else [],
+        "decades": [b if b is None else round(b, 2) for b in (rise.decades, *rise.interval)] if rise else [],
         "sharpness": rise.sharpness.value if rise else "",
     }
 

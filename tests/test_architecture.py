@@ -208,9 +208,9 @@ def test_writers_are_found(code: str, count: int) -> None:
 
 def test_public_names() -> None:
     assert sorted(backlight.__all__) == [
-        "Evidence", "Finding", "Monitor", "Pending", "Run", "Severity", "StopTraining", "Watch",
-        "__version__", "collect", "collect_groups", "findings_of", "gathered", "gram", "ntk", "open_run",
-        "outer_product", "to_pandas", "to_polars", "watch",
+        "Evidence", "Finding", "Monitor", "Pending", "Run", "Severity", "SpectralEcho", "StopTraining",
+        "Watch", "__version__", "collect", "collect_groups", "findings_of", "gathered", "gram", "ntk",
+        "open_run", "outer_product", "spectral_echo", "to_pandas", "to_polars", "watch",
     ]  # fmt: skip
     for name in backlight.__all__:
         assert getattr(backlight, name) is not None

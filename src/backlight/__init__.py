@@ -17,6 +17,7 @@ _PUBLIC = {
     "Pending": "backlight.monitors.health.instrument.collect",
     "Run": "backlight.store.read.run",
     "Severity": "backlight.records",
+    "SpectralEcho": "backlight.measure.spectra.measurement",
     "StopTraining": "backlight.capture.stop_training",
     "Watch": "backlight.session.watch",
     "collect": "backlight.monitors.health.instrument.collect",
@@ -27,6 +28,7 @@ _PUBLIC = {
     "ntk": "backlight.monitors.grokking.instrument.gram.ntk",
     "open_run": "backlight.store.read.run",
     "outer_product": "backlight.measure.gram.outer",
+    "spectral_echo": "backlight.measure.spectra.measurement",
     "to_pandas": "backlight.store.export",
     "to_polars": "backlight.store.export",
     "watch": "backlight.session.watch",
@@ -39,6 +41,7 @@ __all__ = [
     "Pending",
     "Run",
     "Severity",
+    "SpectralEcho",
     "StopTraining",
     "Watch",
     "__version__",
@@ -50,6 +53,7 @@ __all__ = [
     "ntk",
     "open_run",
     "outer_product",
+    "spectral_echo",
     "to_pandas",
     "to_polars",
     "watch",
@@ -60,6 +64,7 @@ if TYPE_CHECKING:
     from backlight.capture.stop_training import StopTraining
     from backlight.findings.evaluate import findings_of
     from backlight.measure.gram.outer import outer_product
+    from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
     from backlight.monitor import Monitor
     from backlight.monitors.grokking.instrument.gram.gram import gram
     from backlight.monitors.grokking.instrument.gram.ntk import ntk

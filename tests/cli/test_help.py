@@ -116,3 +116,36 @@ def test_the_reference_of_the_site_has_every_command() -> None:
         assert command.help.split("\n\n")[0] in page
     assert "<!--" not in page
     assert "\x1b" not in page
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("gop", "No such command 'gop'; use backlight gram: the exact Gram of per-sample gradients"),
+        ("gradient_outer_product", "use backlight gram: "),
+        ("agop", "use backlight grok run: records it"),
+        ("ntk", "use backlight grok run: records it"),
+        ("spectral-echo", "use backlight spectra: "),
+        ("noise-scale", "use backlight run --noise-scale 0: records the gradient noise scale"),
+        ("dry-run", "use backlight memory predict: "),
+        ("no-gradients", "use backlight why-no-grad: which parameters get no gradient"),
+        ("gramm", "No such command 'gramm'; did you mean 'gram'?"),
+        ("why-no-gradient", "did you mean 'why-no-grad'?"),
+        ("xyzzy", "No such command 'xyzzy'; backlight --help lists the commands"),
+        ("grok gop", "No such command 'gop'; use backlight gram: "),
+        ("grok detekt", "did you mean 'detect'?"),
+    ],
+)
+def test_unknown_command_names_the_one_that_is_meant(
+    command: Callable[..., tuple[int, str, str]], typed: str, message: str
+) -> None:
+    code, out, error = command(*typed.split())
+    assert (code, out, message in error) == (2, "", True), error
+
+
+def test_commands_that_names_mean_exist() -> None:
+    commands, groups = application.all_commands(), set(application.app.list_commands(None))
+    for synonyms, (meant, _) in application.MEANT.items():
+        words = meant.partition(" --")[0]
+        assert words in commands, meant
+        assert not groups.intersection(synonyms)

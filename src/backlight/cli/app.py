@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import inspect
@@ -86,6 +87,30 @@ PANELS = {
 }  # fmt: skip
 """Commands by group, in the order of ``--help``; each group is a module of :mod:`backlight.cli.commands`."""
 
+MEANT = {
+    ("gop", "outer-product", "gradient-outer-product", "gradient-outer-products", "gramian", "fisher"): (
+        "gram", "the exact Gram of per-sample gradients, with the spectrum of the gradient outer product"
+    ),
+    ("agop", "ntk", "influence"): (
+        "grok run", "records it during training; any script: `backlight.watch(..., samples=...)`"
+    ),
+    ("echo", "spectral-echo", "svd", "spectrum", "replicates"): (
+        "spectra", "singular directions of replicate gradients, with the spectral echo"
+    ),
+    ("noise-scale", "noise", "gns", "critical-batch-size"): (
+        "run --noise-scale 0", "records the gradient noise scale; `spectra` measures it by layer"
+    ),
+    ("dry-run", "dryrun", "estimate"): (
+        "memory predict", "the memory of a step without running it; experiments: `grok run NAME --dry-run`"
+    ),
+    ("no-grad", "no-gradient", "missing-gradients", "unused", "unused-parameters"): (
+        "why-no-grad", "which parameters get no gradient, and why"
+    ),
+    ("hang", "stuck", "stalls", "deadlock"): ("attach", "where a running process is stuck"),
+    ("health", "gradients", "watch", "train"): ("run", "watches a training script"),
+}  # fmt: skip
+"""Names that researchers type, with the command that they mean and what it does."""
+
 REFUSALS = (ValueError, OSError, StoreError, UnknownNameError, ModuleNotFoundError)
 """Errors whose message names what, where, expected, got and the fix."""
 
@@ -113,6 +138,26 @@ class Group(click.Group):
         if self.default and args and args[0] not in {*self.list_commands(ctx), *ctx.help_option_names}:
             args = [self.default, *args]
         return super().parse_args(ctx, args)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Return the command that is named; for an unknown name, an error with the one that is meant."""
+        name = str(args[0])
+        if self.get_command(ctx, name) is None and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {name!r}{_meant(name, self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+def _meant(name: str, commands: list[str]) -> str:
+    """Return which command an unknown name may mean, for the end of a message."""
+    plain = name.lower().replace("_", "-")
+    names = {synonym: meant for synonyms, meant in MEANT.items() for synonym in synonyms}
+    if plain in names:
+        command, what = names[plain]
+        return f"; use backlight {command}: {what}"
+    close = difflib.get_close_matches(plain, [*commands, *names], n=1)
+    if not close:
+        return ""
+    return f"; did you mean {close[0]!r}?" if close[0] in commands else _meant(close[0], commands)
 
 
 @functools.cache

@@ -238,6 +238,31 @@ def test_permutation_is_found_again(seed, K):
     np.testing.assert_allclose(found.ambiguity, 0.89)
 
 
+@SETTINGS
+@given(SCORES)
+def test_greedy_alignment_takes_the_largest_score_that_is_left(score):
+    K = score.shape[1]
+    greedy = echo.align(score, "greedy")
+    assert len(set(greedy.permutation.tolist())) == K
+    assert greedy.score.sum() >= echo.align(score, "hungarian").score.sum() / 2 - 1e-12
+    distinct = score + np.random.default_rng(0).uniform(0, 1e-3, score.shape)  # without ties
+    left, expected = distinct.copy(), np.zeros(K, dtype=int)
+    for _ in range(K):
+        j, k = np.unravel_index(left.argmax(), left.shape)
+        expected[k], left[j, :], left[:, k] = j, -1, -1
+    np.testing.assert_array_equal(echo.align(distinct, "greedy").permutation, expected)
+
+
+def test_alignment_is_greedy_for_many_directions_only(monkeypatch):
+    score = np.array([[0.9, 0.8], [0.85, 0.1]])  # the best sum leaves the best pair
+    np.testing.assert_array_equal(echo.align(score).permutation, [1, 0])
+    np.testing.assert_array_equal(echo.align(score, "greedy").permutation, [0, 1])
+    monkeypatch.setattr(echo, "GREEDY_ABOVE", 1)
+    np.testing.assert_array_equal(echo.align(score).permutation, [0, 1])
+    with pytest.raises(ValueError, match="matching must be one of auto, hungarian, greedy, got 'best'"):
+        echo.align(score, "best")
+
+
 def test_ambiguity_is_lead_over_next_candidate():
     score = np.array([[0.9, 0.8], [0.7, 0.1], [0.2, 0.75]])
     found = echo.align(score)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import backlight
 from backlight.measure.spectra import measurement
 from backlight.measure.spectra.measurement import spectral_echo
 from backlight.measure.spectra.replicates import ReplicateError
@@ -243,6 +244,21 @@ def test_half_precision_is_promoted_first():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("matching", ["hungarian", "greedy"])
+def test_aligned_values_follow_the_directions(matching):
+    """Two strong directions that change places between replicates."""
+    torch.manual_seed(0)
+    U, V = torch.linalg.qr(torch.randn(40, 2))[0], torch.linalg.qr(torch.randn(30, 2))[0]
+    sizes = torch.tensor([[10.0, 8], [8.0, 10], [10.5, 8], [8.0, 9.5]])
+    G = (U * sizes[:, None]) @ V.T + 1e-3 * torch.randn(4, 40, 30)
+    echo = backlight.spectral_echo(G, matching=matching)
+    assert echo.aligned_values.shape == echo.singular_values.shape == (4, 30)
+    np.testing.assert_array_equal(echo.singular_values, -np.sort(-echo.singular_values, axis=1))
+    pairs = echo.aligned_values[:, :2]
+    order = [0, 1] if sizes[:, 0].mean() > sizes[:, 1].mean() else [1, 0]
+    np.testing.assert_allclose(pairs[:, order], sizes, atol=0.02)
+
+
 def test_input_is_unchanged():
     G = injected(60, 100, 6, [8, 5, 3])
     before = G.clone()

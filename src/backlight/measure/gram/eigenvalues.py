@@ -64,7 +64,10 @@ class Spectrum:
 
     @property
     def condition(self) -> float:
-        """Largest eigenvalue over the smallest one above the tolerance; nan for a zero matrix."""
+        """Largest eigenvalue over the smallest one above the tolerance; nan for a zero matrix.
+
+        Of eigenvalues: the square of the ratio of the singular values of what the matrix is a product of.
+        """
         rank = self.numerical_rank
         return float(self.eigenvalues[0] / self.eigenvalues[rank - 1]) if rank else math.nan
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from backlight.measure.spectra import echo as estimate
 from backlight.measure.spectra.decomposition import Method, Plan, decompose, plan, strengths
-from backlight.measure.spectra.echo import CONFIDENCE, Null, align, overlaps
+from backlight.measure.spectra.echo import CONFIDENCE, Matching, Null, align, overlaps
 from backlight.measure.spectra.randomized_svd import Directions, stable_rank
 from backlight.measure.spectra.replicates import BUDGET_BYTES, Noise, Replicates, check_distinct, noise_about
 from backlight.measure.spectra.shrinkage import clusters, infer, predict
@@ -67,6 +67,16 @@ class SpectralEcho:
     permutation: Int64  # [R, D], which singular value of the replicate is direction i; -1 where not measured
     solver_residual: Float64  # [R, D], |A v - s u| over the replicate's largest singular value
 
+    @property
+    def aligned_values(self) -> Float64:
+        """Singular values of each replicate in the order of the directions, ``[R, D]``; NaN: not measured.
+
+        ``singular_values`` are descending in each replicate; direction i of replicate a is its number
+        ``permutation[a, i]``.
+        """
+        values = np.take_along_axis(self.singular_values, np.maximum(self.permutation, 0), 1)
+        return np.where(self.permutation >= 0, values, np.nan)
+
 
 _BY_REPLICATE = frozenset(
     ("by_replicate", "singular_values", "score", "ambiguity", "permutation", "solver_residual")
@@ -105,6 +115,7 @@ def spectral_echo(
     method: Method = "auto",
     max_directions: int | None = None,
     null_draws: int | None = None,
+    matching: Matching = "auto",
     device: torch.device | str | None = None,
     budget: int = BUDGET_BYTES,
     seed: int = 0,
@@ -126,6 +137,9 @@ def spectral_echo(
         Most directions to measure.
     null_draws
         Shufflings of the null, by default as many (2 to 16) as make 64 with the number of directions.
+    matching
+        How directions of a replicate are assigned to those of the reference: ``"hungarian"``, the largest
+        sum of scores, ``"greedy"``, the largest score first, or ``"auto"``: greedy above 1024 directions.
     device
         Where to work; by default where the replicates are. From the host to CUDA they are copied in chunks.
     budget
@@ -155,7 +169,7 @@ def spectral_echo(
     mean = wide.mean()
     level = noise_about(wide, mean)
     check_distinct(wide, level.variance)
-    work = _Work(wide, mean, level, method, max_directions, null_draws, seed)
+    work = _Work(wide, mean, level, method, max_directions, null_draws, matching, seed)
     work.run()
     result = _result(work, stable_rank(mean, layer=layer))
     if replicates.shape[0] > replicates.shape[1]:
@@ -181,9 +195,10 @@ class _Work:
         method: Method,
         max_directions: int | None,
         null_draws: int | None,
+        matching: Matching,
         seed: int,
     ) -> None:
-        self.wide, self.level = wide, level
+        self.wide, self.level, self.matching = wide, level, matching
         # Columns that the first chunk needed: the others need about as many.
         self.columns = (0, 0)
         pilot = wide.at(wide.order[0])
@@ -256,9 +271,9 @@ class _Work:
         """Assign the candidates of one replicate to the directions of the mean, through its reference."""
         mean, K = self.plan.mean, self.plan.directions
         names = overlaps(refs.left[c], refs.right[c], mean.left[0, :, :K], mean.right[0, :, :K])
-        chosen = torch.from_numpy(align(names.prod(0)).permutation).to(picks.left.device)
+        chosen = torch.from_numpy(align(names.prod(0), self.matching).permutation).to(picks.left.device)
         sides = overlaps(picks.left[c], picks.right[c], refs.left[c][:, chosen], refs.right[c][:, chosen])
-        aligned = align(sides.prod(0))
+        aligned = align(sides.prod(0), self.matching)
         self.permutation_RK[position] = aligned.permutation
         self.score_RK[position], self.ambiguity_RK[position] = aligned.score, aligned.ambiguity
         self.overlaps_2RK[:, position] = sides[:, aligned.permutation, np.arange(K)]

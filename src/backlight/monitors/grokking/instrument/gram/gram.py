@@ -27,11 +27,11 @@ from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
 from backlight.monitors.grokking.instrument.gram import checks, inputs
 from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule, Coverage, GramError
-from backlight.monitors.grokking.instrument.gram.coupling import Coupling
 from backlight.monitors.grokking.instrument.gram.fallback import per_sample
 from backlight.monitors.grokking.instrument.gram.independence import Independence, Sets
 from backlight.monitors.grokking.instrument.gram.inputs import ALONE, Measured, eager
 from backlight.monitors.grokking.instrument.gram.result import DETAILS, Gram
+from backlight.monitors.grokking.instrument.gram.sample_interaction import Coupling
 
 PREFIX = "gram: parameter {!r}: "
 """How the error of a parameter begins."""
