@@ -9,6 +9,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
+import torch
 
 import backlight
 
@@ -136,6 +137,24 @@ def test_slurm_script_is_written(command: Run, refused: Refused, tmp_path: Path)
     text = file.read_text()
     for wanted in ("#SBATCH --partition=gpu", "#SBATCH --array=0-2", "#SBATCH --mem=", "--seed 2", "seed-2"):
         assert wanted in text
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="the machine has an accelerator")
+def test_slurm_script_of_a_gpu_job_is_written_without_one(command: Run, tmp_path: Path) -> None:
+    file = tmp_path / "job.sh"
+    arguments = ("--device", "cuda", "--seed", 3, "--degrade", "--set", "training.lr=0.002", "--resume")
+    code, out, errors = command(
+        "grok", "run", "oracle", *SMALL, *arguments, "--out", tmp_path / "run",
+        "--slurm", "partition=gpu", "--slurm-script", file,
+    )  # fmt: skip
+    assert (code, out.strip()) == (0, str(file)), errors
+    assert "device 'cuda' is not on this machine" in errors
+    text = file.read_text()
+    for wanted in (
+        "#SBATCH --gpus-per-node=1", "#SBATCH --partition=gpu", "'device=\"cuda\"'", "seed=3",
+        "training.lr=0.002", "--degrade", "--resume",
+    ):  # fmt: skip
+        assert wanted in text, text
 
 
 @pytest.mark.full

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from backlight.experiments import sweep
 from backlight.experiments.config import ConfigurationError, configure
 from backlight.experiments.cost import Cost, Estimate
 from backlight.experiments.sweep import (
@@ -19,7 +22,6 @@ from backlight.experiments.sweep import (
     seeds,
 )
 from backlight.launch.slurm import ClusterError, parameters
-from backlight.monitors.grokking.model.measures import TIERS
 from backlight.monitors.grokking.settings import Measures
 
 
@@ -60,13 +62,33 @@ FOUND = Estimate((Cost("training", 100, 60.0, 0, 0),), (), 3 * 10**9, 10**12, 0,
 
 
 @pytest.mark.slow
-def test_jobs_request_estimated_resources() -> None:
+def test_jobs_request_estimated_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     configuration = configure("oracle", None, ("x", {"device": "cuda", "run": {"threads": 4}}))
-    given = job_parameters(parameters(["partition=gpu", "mem_gb=9"]), configuration, FOUND, TIERS[0])
+    timed = []
+    monkeypatch.setattr(sweep, "estimate_of", lambda of, path, budget: timed.append(of.device) or FOUND)
+    monkeypatch.setattr(sweep.devices, "types", lambda: ("cpu",))
+
+    def of(*items: str) -> tuple[dict[str, Any], str]:
+        return job_parameters(parameters(items), configuration, tmp_path, degrade=False)
+
+    given, note = of("partition=gpu", "mem_gb=9")
     assert given == {
         "name": "grok-oracle", "timeout_min": 155, "mem_gb": 9, "cpus_per_task": 4, "gpus_per_node": 1,
         "partition": "gpu",
     }  # fmt: skip
+    assert timed == ["cpu"]  # this machine has no GPU
+    assert "device 'cuda' is not on this machine: time and memory of the job are those" in note
+    # With both given nothing is timed, and what is given under Slurm's names is not requested twice.
+    same, note = of("time=1:00:00", "mem=9G", "gres=gpu:a100:1", "cpus_per_task=2")
+    assert same == {
+        "name": "grok-oracle", "time": "1:00:00", "mem": "9G", "gres": "gpu:a100:1", "cpus_per_task": 2,
+    }  # fmt: skip
+    assert (timed, note) == (["cpu"], "")
+    monkeypatch.setattr(sweep.devices, "types", lambda: ("cpu", "cuda"))
+    assert of("partition=gpu")[1] == ""
+    assert timed == ["cpu", "cuda"]
+    on_cpu = dataclasses.replace(configuration, device="cpu")
+    assert "gpus_per_node" not in job_parameters({}, on_cpu, tmp_path, degrade=False)[0]
     text = batch_script(given, [["backlight", "grok", "run", "a b"]], Path("logs"))
     assert "#SBATCH --time=155\n#SBATCH --mem=9G\n" in text
     assert "#SBATCH --partition=gpu\n" in text

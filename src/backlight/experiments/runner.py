@@ -140,7 +140,7 @@ def build(configuration: Configuration) -> Task:
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ConfigurationError(
             f"{configuration.experiment}: these sizes cannot be built: {message}; "
-            "`backlight grok estimate` prints what a configuration needs"
+            "`backlight grok run --dry-run` prints what a configuration needs"
         ) from error
     return task
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -13,19 +14,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from backlight import atomic_files
+import torch
+
+from backlight import atomic_files, devices
 from backlight.experiments.config import Configuration, ConfigurationError
+from backlight.experiments.cost import choose, estimate_of
 from backlight.launch.ray_tasks import RayOptions, run_tasks
 from backlight.launch.slurm import sbatch_lines
 from backlight.launch.subprocess import run_in_own_session
+from backlight.monitors.grokking.model.measures import TIERS
 from backlight.processes import available_cores
 from backlight.text import assignment
 from backlight.threads import executor
-
-if TYPE_CHECKING:
-    from backlight.experiments.cost import Estimate
 
 
 @dataclass(frozen=True)
@@ -158,19 +160,41 @@ SLACK = 1.5
 """Requested over estimated time and memory."""
 
 
+_SAME = (("timeout_min", "time"), ("mem_gb", "mem", "mem_per_cpu", "mem_per_gpu"), ("cpus_per_task",),
+         ("gpus_per_node", "gpus", "gpus_per_task", "gres"))  # fmt: skip
+"""Options of sbatch that request the same; where one is given, ours is left out."""
+
+
 def job_parameters(
-    parameters: Mapping[str, Any], configuration: Configuration, estimate: Estimate, tier: str
-) -> dict[str, Any]:
-    """Return the parameters, with time, memory, cores and GPU from the estimate unless given."""
+    parameters: Mapping[str, Any], configuration: Configuration, root: Path, *, degrade: bool
+) -> tuple[dict[str, Any], str]:
+    """Return the parameters, with time, memory, cores and GPU of the run unless given, and a note.
+
+    Time and memory are estimated by timing a few steps, unless both are given. A device that this machine
+    lacks is stood for by the host, which the note states; whether the run fits is then found on the node.
+    """
     needed: dict[str, Any] = {
-        "name": f"grok-{configuration.experiment}",
-        "timeout_min": 5 + math.ceil(SLACK * estimate.seconds(tier) / 60),
-        "mem_gb": max(1, math.ceil(SLACK * estimate.memory(tier) / 1e9)),
-        "cpus_per_task": configuration.run.threads,
-    }
-    if configuration.device.startswith("cuda"):
+        "name": f"grok-{configuration.experiment}", "cpus_per_task": configuration.run.threads,
+    }  # fmt: skip
+    note = ""
+    if not all(parameters.keys() & same for same in _SAME[:2]):
+        is_here = torch.device(configuration.device).type in devices.types()
+        timed = configuration if is_here else dataclasses.replace(configuration, device="cpu")
+        costs = estimate_of(timed, root, budget=1.0)
+        tier = choose(costs, degrade=degrade).tier if is_here else TIERS[0]
+        needed["timeout_min"] = 5 + math.ceil(SLACK * costs.seconds(tier) / 60)
+        needed["mem_gb"] = max(1, math.ceil(SLACK * costs.memory(tier) / 1e9))
+        if not is_here:
+            note = (
+                f"device {configuration.device!r} is not on this machine: time and memory of the job are "
+                "those of its processor; set them by --slurm timeout_min=60 --slurm mem_gb=16"
+            )
+    if torch.device(configuration.device).type != "cpu":
         needed["gpus_per_node"] = 1
-    return {**needed, **parameters}
+    for key, *others in _SAME:
+        if parameters.keys() & others:
+            needed.pop(key, None)
+    return {**needed, **parameters}, note
 
 
 def batch_script(parameters: Mapping[str, Any], commands: Sequence[Sequence[str]], logs: Path) -> str:

@@ -107,7 +107,7 @@ def run(
     if seeds is not None or sweep:
         return _sweep(request, seeds, sweep, jobs, slurm, slurm_script, ray)
     if slurm or slurm_script is not None:
-        return _write_job(request, slurm, slurm_script)
+        return _write_job(request, slurm, slurm_script, resume=resume)
     return _run_here(request, resume=resume)
 
 
@@ -254,14 +254,14 @@ def _sweep(
     return 2 if failed else 0
 
 
-def _write_job(request: _Request, slurm: Sequence[str], script: Path | None) -> int:
+def _write_job(request: _Request, slurm: Sequence[str], script: Path | None, *, resume: bool) -> int:
     """Write the batch script of a run; return the exit code."""
     from backlight.experiments.runner import default_directory
     from backlight.experiments.sweep import Member, command
 
     configuration = request.configuration()
     path = request.out if request.out is not None else default_directory(configuration)
-    line = command(request.arguments(), Member(path, ()))
+    line = [*command(request.arguments(), Member(path, ())), *(["--resume"] if resume else [])]
     return _write_jobs(request, configuration, [line], path.parent, slurm, script)
 
 
@@ -269,15 +269,14 @@ def _write_jobs(
     request: _Request, configuration: Configuration, commands: list[list[str]], root: Path,
     slurm: Sequence[str], script: Path | None,
 ) -> int:  # fmt: skip
-    from backlight.experiments.cost import choose, estimate_of
     from backlight.experiments.sweep import batch_script, job_parameters
     from backlight.launch.slurm import parameters, script_for, write_script
 
-    estimate = estimate_of(configuration, root, budget=1.0)
-    choice = choose(estimate, degrade=request.degrade)
-    job_options = job_parameters(parameters(slurm), configuration, estimate, choice.tier)
-    logs = root / "slurm"
     script = script_for(script)
+    job_options, note = job_parameters(parameters(slurm), configuration, root, degrade=request.degrade)
+    if note:
+        write(f"backlight: {note}", file=sys.stderr)
+    logs = root / "slurm"
     write_script(script, batch_script(job_options, commands, logs), logs)
     write(script)
     return 0
