@@ -1,4 +1,4 @@
-"""The table of the presets in the docs is what the bench measured, with presets, checks and verdict of now."""
+"""The table of the presets in the docs is what the bench measured, with the presets and checks of now."""
 
 from __future__ import annotations
 
