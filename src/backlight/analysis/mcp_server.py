@@ -126,6 +126,7 @@ def build_server(folder: Path) -> MCPServer[Any]:
             "headline": result_of.headline, "result": f"{result_of.tally}. {result_of.detail}",
             "lacks": opened.shortfall or None,
             "status": opened.status.value, "ended": result_of.status, "about": list(result_of.about),
+            "lines": [visible(line.text) for line in result_of.lines],
             "monitors": list(opened.monitors),
             "findings": [f"{f.severity.value}: {f.rule}: {visible(f.title)}" for f in source.findings],
             "hints": result_of.hints,

@@ -32,6 +32,7 @@ def render_markdown(run: Run, findings: Sequence[Finding]) -> str:
     lines = [f"# {escape(run.name) or 'unnamed run'}: {prose(summary.headline)}", "", summary.summary, ""]
     parts = (summary.state, summary.status, *summary.about)
     lines.append(PARTED.join(escape(part) for part in parts if part))
+    lines += [f"\n{escape(line.text)}" for line in summary.lines]
     lines += [f"\n**Lost:** {escape(loss)}" for loss in summary.losses]
     lines += [f"\n{prose(withdrawal.text)}" for withdrawal in summary.withdrawn]
     for finding in source.findings:

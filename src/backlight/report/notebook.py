@@ -33,6 +33,7 @@ def run_html(run: Run, findings: Sequence[Finding]) -> str:
     parts = [
         f"<div><strong>{html_of(run.name or 'unnamed run')}</strong> <small>{html_of(status)}</small></div>",
         _verdict(view),
+        *(f"<div>{html_of(line.text)}</div>" for line in view.lines),
         *(f'<div style="color:{_TONES["warning"]}">Lost: {html_of(loss)}</div>' for loss in view.losses),
     ]
     figures = []

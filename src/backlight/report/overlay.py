@@ -83,6 +83,7 @@ def compared(
             "detail": f"{visible(detail)}{unlike}",
             "status": "",
             "about": [],
+            "lines": [],
             "losses": [],
             "lead": None,
             "unmeasured": [],

@@ -162,6 +162,7 @@ def head(source: Source, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]]) -> 
             "detail": summary.summary,
             "status": summary.status,
             "about": summary.about,
+            "lines": [visible(line.text) for line in summary.lines],
             "losses": [*summary.losses, *(withdrawal.text for withdrawal in summary.withdrawn)],
             "lead": next(
                 (i for i, f in enumerate(source.findings) if visible(f.title) == summary.headline), None

@@ -96,6 +96,14 @@ Figures = Sequence[tuple[str, str, str]]
 
 
 @dataclass(frozen=True, slots=True)
+class FactLine:
+    """One line of facts under the verdict, and the command that looks further where one does."""
+
+    text: str
+    command: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
     """What was measured in a run, as one sentence, and the numbers that matter most.
 
@@ -143,7 +151,8 @@ class Panel:
     panel of all events leaves out. With ``layers`` a path below its series names a layer. ``place`` is
     ``"full"``, ``"half"`` for a panel that shares its row with another where there is room, or ``"details"``
     for one in the folded part at the end. ``summary`` returns the summary of a run in which this monitor
-    measured what matters most; the first one that does, in the order of the page, is the run's.
+    measured what matters most; the first one that does, in the order of the page, is the run's. ``line``
+    returns one line of facts that stands under the verdict, None where there is none.
     """
 
     name: str
@@ -158,6 +167,7 @@ class Panel:
     layers: bool = False
     place: str = "full"
     summary: Callable[[Source], Summary | None] | None = None
+    line: Callable[[Source], FactLine | None] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.render):

@@ -26,6 +26,7 @@ from backlight.report.verdict import (
     hints_line,
     measurements,
     outcome,
+    probing_command,
     where,
 )
 from backlight.store.errors import StoreError
@@ -70,6 +71,8 @@ def print_findings(
     for parts in ((view.state, view.status), view.about):
         if line := PARTED.join(part for part in parts if part):
             console.print(Text(line, "dim"))
+    for facts in view.lines:
+        console.print(Text(visible(facts.text)))
     for loss in view.losses:
         console.print(Text(f"Lost: {loss}", "yellow"))
     console.print()
@@ -107,7 +110,10 @@ def summary_text(path: Path, fresh: Sequence[Finding] | None = None, progress: P
     with console.capture() as captured:
         try:
             run = open_run(path, progress)
-            print_findings(run, findings_of(run, fresh=fresh), console)
+            findings = findings_of(run, fresh=fresh)
+            print_findings(run, findings, console)
+            if probe := probing_command(run, outcome(Source(run, tuple(findings)))):
+                console.print(f"to look further: {probe}", soft_wrap=True, markup=False)
             next_command = explaining_command(run) or f"backlight report {as_typed(path)}"
             console.print(f"next: {next_command}", soft_wrap=True, markup=False)
         except StoreError as error:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from backlight.findings.evaluate import Withdrawn, withdrawn
 from backlight.findings.losses import losses_of
 from backlight.records import OTHERS, Finding, RunStatus, Severity
-from backlight.report.panel import Summary, in_order
+from backlight.report.panel import FactLine, Summary, in_order
 from backlight.report.source import APART, Source
 from backlight.store.format.schema import DISK_LIMIT, ENDED, EXCEPTION, STOPPED
 from backlight.store.read.run import Event, Run
@@ -56,7 +56,8 @@ class Outcome:
     as bad as an error. ``state`` is the word of its status. ``tally`` is how the run ended, if not well, and
     counts the findings; ``hints`` counts the hints. ``lacks`` is what the run lacks of a recording to its
     end, empty where it lacks nothing: else the tone is never ``clear``. ``about`` is the model, the command
-    and the host, each where it is known. ``withdrawn`` was reported while the run went on, and is not among
+    and the host, each where it is known. ``lines`` are the panels' lines
+    of facts. ``withdrawn`` was reported while the run went on, and is not among
     the findings.
     """
 
@@ -69,6 +70,7 @@ class Outcome:
     state: str
     status: str
     about: tuple[str, ...]
+    lines: tuple[FactLine, ...]
     losses: tuple[str, ...]
     withdrawn: tuple[Withdrawn, ...]
     unmeasured: tuple[Unmeasured, ...]
@@ -124,10 +126,17 @@ def outcome(source: Source) -> Outcome:
         detail += f" `{command}` explains it."
     word = "interrupted" if is_interrupted(source.run) else source.run.status.value
     further = (
-        word, status_line(source), about(source), _losses(source),
+        word, status_line(source), about(source), _lines(source), _losses(source),
         tuple(withdrawn(source.run, (*source.findings, *source.hints))), _unmeasured(source),
     )  # fmt: skip
     return Outcome(tone, headline, counted, len(source.hints), lacks, detail, *further)
+
+
+def _lines(source: Source) -> tuple[FactLine, ...]:
+    """Return the lines of facts of the monitors that watched."""
+    watched = source.run.monitors
+    makers = [p.line for p in in_order(watched) if p.line is not None and p.monitor in watched]
+    return tuple(line for make in makers if (line := make(source)) is not None)
 
 
 def hints_line(source: Source) -> str:
@@ -205,6 +214,15 @@ def explaining_command(run: Run) -> str:
         return ""
     last = run.attempts[-1]
     return f"backlight {name} {visible(shlex.join((last.script or 'SCRIPT', *last.argv)))}"
+
+
+def probing_command(run: Run, view: Outcome) -> str:
+    """Return the command that looks further into a run without findings, empty where none does."""
+    last = run.attempts[-1] if run.attempts else None
+    if view.tone != "clear" or last is None or not last.script:
+        return ""
+    name = next((line.command for line in view.lines if line.command), "check")
+    return f"backlight {name} {visible(shlex.join((last.script, *last.argv)))}"
 
 
 def first_event(run: Run, kind: str) -> Event | None:

@@ -18,7 +18,8 @@ from backlight.diagnose.profile.step_summary import OptimizerTime, PhaseTime, St
 from backlight.distributed import launch_id, world
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, RUNTIME_INFO
-from backlight.monitors.steptime.monitor import REMAINDER, optimizer_scalars
+from backlight.monitors.steptime.model.step_line import REMAINDER
+from backlight.monitors.steptime.monitor import optimizer_scalars
 from backlight.records import Finding, Made, Phase, RunStatus
 from backlight.store.errors import RunWriteError
 from backlight.store.read.run import open_run

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
+import functools
 import json
 import os
 import subprocess
@@ -30,8 +31,10 @@ from backlight.monitor import Monitor, RunHandle
 from backlight.monitors.stalls.instrument.collectives import Collectives, CollectiveTrace
 from backlight.monitors.stalls.instrument.ddp_buckets import assignment, wrappers
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
+from backlight.monitors.stalls.instrument.line_counts import LineCounts
 from backlight.monitors.stalls.instrument.stack_sampler import StackSampler
 from backlight.monitors.stalls.settings import StallsSettings
+from backlight.store.format.schema import SAMPLED_LINES
 from backlight.store.write.watchdog import host_name
 from backlight.watchdog import runtime_dir
 from backlight.watchdog.observation import ExitReason, exit_reason_of
@@ -128,6 +131,7 @@ class StallMonitor(Monitor):
             self._document("graph"),
             self._chores,
             trace.write,
+            LineCounts(functools.partial(run.notifier.event, SAMPLED_LINES)),
         )
         shared_state.open(
             rank=run.rank,

@@ -26,6 +26,7 @@ from backlight.monitors.steptime.model.evidence import (
     KEPT_GRAPHS,
     RUNTIME_INFO,
 )
+from backlight.monitors.steptime.model.step_line import REMAINDER
 from backlight.monitors.steptime.model.step_times import OPTIMIZER_PREFIX
 from backlight.records import Phase
 
@@ -34,9 +35,6 @@ if TYPE_CHECKING:
 
     from backlight.capture.step_sink import StepSummary
     from backlight.session.step_recorder import StepRecord
-
-REMAINDER = "between"
-"""Name of the time between the phases where forward and loss are not separated from it."""
 
 MIN_PAUSE_S = 1e-3
 """Pauses by the garbage collector that are shorter are not recorded."""

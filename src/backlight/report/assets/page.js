@@ -19,7 +19,7 @@ const unmeasuredList = () => {
 
 // The verdict; the finding that the headline names continues below it, without its title.
 const verdictPart = () => {
-  const { tone: mood, headline, detail, status, about, losses, figures, lead } = report.verdict;
+  const { tone: mood, headline, detail, status, about, lines, losses, figures, lead } = report.verdict;
   const title = lead === null ? prose(headline) : jump(bestPlace(report.findings[lead]), prose(headline), "title");
   return el(
     "section",
@@ -28,6 +28,7 @@ const verdictPart = () => {
     lead === null ? null : findingCard(report.findings[lead], true),
     el("p", { class: "status" }, el("span", { class: `pill ${report.run.status}` }, report.run.status), status),
     about.length ? el("p", { class: "about" }, about.map((text) => el("span", {}, text))) : null,
+    lines.map((line) => el("p", { class: "line" }, line)),
     losses.map((loss) => el("p", { class: "loss" }, loss)),
     el("dl", { class: "figures" }, figures.map(({ label, value, note }) => el("div", {}, el("dt", {}, label), el("dd", { class: value === "not measured" ? "none" : "" }, value), el("dd", { class: "note" }, note)))),
   );

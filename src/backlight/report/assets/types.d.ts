@@ -12,7 +12,7 @@ interface Finding {
   evidence: EvidenceData[]; line: SparklineData | null; fix: string; refuted: string; overridden: string[];
 }
 interface Verdict {
-  tone: Severity | "clear" | "unmeasured"; headline: string; detail: string; status: string; about: string[]; losses: string[];
+  tone: Severity | "clear" | "unmeasured"; headline: string; detail: string; status: string; about: string[]; lines: string[]; losses: string[];
   lead: number | null; figures: (Labelled & { note: string })[];
   unmeasured: { what: { text: string; panel: string | null }[]; reason: string; names: string[] }[];
 }

@@ -239,6 +239,9 @@ DROPPED = "dropped"
 NOT_STORED = "not_stored"
 """Event of rows that were not stored, by table, and why."""
 
+SAMPLED_LINES = "sampled_lines"
+"""Event with the lines of the user's code that the training thread was seen at, by phase; the last counts."""
+
 DISK_LIMIT = "disk_limit"
 """Event of a run that stores fewer of its recorded steps, or none, to stay within ``max_disk``."""
 

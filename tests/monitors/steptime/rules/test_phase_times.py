@@ -26,23 +26,40 @@ def control(ratio: float, high: float | None = None) -> dict[str, Any]:
     return {"controls": [row]}
 
 
-def test_data_wait_without_a_control_is_info_of_a_profile(stored: Any, evaluated: Any) -> None:
-    assert not evaluated(stored(WAITING), "bottleneck")
-    (found,) = evaluated(stored(WAITING, profile=PROFILE), "bottleneck")
-    assert found.severity is Severity.INFO
-    assert found.evidence[0].path == "scalars/phase/data"
+LINES = {
+    "samples": 60,
+    "lines": [
+        ["data", "/home/ann/train.py:9", "Images.__getitem__", 40],
+        ["data", "/home/ann/train.py:8", "f", 9],
+    ],
+}
 
 
-def test_half_of_a_step_waiting_for_data_is_told_without_a_profile(stored: Any, evaluated: Any) -> None:
-    (found,) = evaluated(stored(WAITING | {"data": 0.9}), "bottleneck")
-    assert found.severity is Severity.INFO
-    assert "backlight profile --confirm" in found.fix
+def test_a_long_wait_for_data_is_a_warning_with_its_line(stored: Any, evaluated: Any) -> None:
+    (finding,) = evaluated(stored(WAITING, events=[(59, "sampled_lines", LINES)]), "bottleneck")
+    assert finding.severity is Severity.WARNING
+    assert finding.subject.line == "/home/ann/train.py:9"
+    assert "mostly at train.py:9 (Images.__getitem__)." in finding.detail
+    assert finding.evidence[0].path == "scalars/phase/data"
+    assert "backlight profile --confirm" in finding.fix
+
+
+def test_a_short_wait_and_one_on_a_busy_machine_are_hints(stored: Any, evaluated: Any) -> None:
+    short = {name: seconds / 4 for name, seconds in WAITING.items()}
+    for run in (stored(short), stored(WAITING, runtime_info={"core_wait": 0.2})):
+        (finding,) = evaluated(run, "bottleneck")
+        assert finding.severity is Severity.INFO
+
+
+def test_a_wait_in_fewer_than_half_of_the_steps_has_no_finding(stored: Any, evaluated: Any) -> None:
+    changes = {(step, "data"): 0.2 for step in range(0, 60, 3)}
+    assert not evaluated(stored(HEALTHY, changes=changes), "bottleneck")
 
 
 @pytest.mark.slow
 def test_control_confirms_or_refutes_the_data_wait(stored: Any, evaluated: Any) -> None:
     (found,) = evaluated(stored(WAITING, profile=control(0.72)), "bottleneck")
-    assert found.severity is Severity.INFO
+    assert found.severity is Severity.WARNING
     assert found.evidence[1].value == 0.72
     assert any("controls/cached batch" in evidence.path for evidence in found.evidence)
     for refuting in (control(0.97), control(0.8, 1.02), control(1.1)):

@@ -23,6 +23,7 @@ from typing import Any
 
 from backlight import clock
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
+from backlight.monitors.stalls.instrument.line_counts import LineCounts
 from backlight.processes import queued_s, voluntary_switches
 from backlight.records import Phase
 from backlight.threads import BackgroundThread, own_threads
@@ -77,7 +78,9 @@ class StackSampler:
         graph_build: Path,
         every_period: Callable[[], None],
         before_sample: Callable[[], None] = lambda: None,
+        lines: LineCounts | None = None,
     ) -> None:
+        self._lines = lines
         self._heartbeat = heartbeat
         self._path = heartbeat.shared_state.path
         self._limits = limits
@@ -103,6 +106,8 @@ class StackSampler:
         """End the thread; one in the middle of a sample is waited for shortly."""
         self._stop.set()
         self._thread.join(timeout=JOIN_TIMEOUT_S)
+        if self._lines is not None:
+            self._lines.report()
 
     def _run(self) -> None:
         slots = self._heartbeat.shared_state.slots
@@ -121,6 +126,11 @@ class StackSampler:
     def _poll(self, slots: memoryview) -> float:
         now = clock.monotonic_ns()
         slots[Slot.SAMPLER] = now
+        if self._lines is not None:
+            with no_collection():
+                at = user_frames(sys._current_frames().get(slots[Slot.MAIN_IDENT]))
+            if at:
+                self._lines.add(PHASES[slots[Slot.PHASE]], at[0])
         if self._heartbeat.is_counting:
             self._heartbeat.observe_progress(now)
         silence_s = (now - slots[Slot.HEARTBEAT]) / 1e9

@@ -6,11 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.monitors.steptime.model.evidence import SteadyLimits
+from backlight.monitors.steptime.model.step_line import step_line
 from backlight.monitors.steptime.model.step_times import find_steady, join_scalars
 from backlight.report.charts import TONES, Axis, Line, chart, clipped_top
 from backlight.report.frames import cut
-from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel
+from backlight.report.panel import Drawn, Fact, FactLine, Figures, NotMeasured, Summary, panel
 from backlight.report.source import Source
+from backlight.store.format.schema import SAMPLED_LINES
 from backlight.text import count, duration, number, percent, visible
 
 RANGES = 1500
@@ -25,6 +27,12 @@ def summary(source: Source) -> Summary | None:
     detail = f"{detail} {_skipped(source.step_times)}".rstrip()
     usual = duration(float(np.median(source.step_times)))
     return Summary(detail, _figures, headline=f"A step takes {usual} (median)")
+
+
+def line_of(source: Source) -> FactLine | None:
+    """Return where the time of a step goes; a profile looks further where most of it computes nothing."""
+    line = step_line(source.run)
+    return None if line is None else FactLine(line.text, "profile" if line.computing < 0.5 else "")
 
 
 def _skipped(seconds: NDArray[np.float64]) -> str:
@@ -52,7 +60,9 @@ def _figures(source: Source) -> Figures:
     series=("scalars/phase", "scalars/time"),
     note="Time of each phase of a step, stacked.",
     monitor="steptime",
+    events=(SAMPLED_LINES,),
     summary=summary,
+    line=line_of,
 )
 def phases(source: Source) -> Drawn | NotMeasured:
     """Draw the phases as a stack of means per range of steps, and the slowest step of each range."""

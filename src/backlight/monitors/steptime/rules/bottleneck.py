@@ -26,6 +26,7 @@ from backlight.monitors.steptime.model.evidence import (
     scalar_evidence,
     steady_phases,
 )
+from backlight.monitors.steptime.model.step_line import main_line, sampled_lines
 from backlight.monitors.steptime.model.step_times import (
     OPTIMIZER_PREFIX,
     PREFIX,
@@ -58,7 +59,12 @@ class BottleneckLimits(BusyLimits):
         LIMITS.data, "share of a steady step spent waiting for data", source=FORMULAS, high=1.0
     )
     data_alone: float = limit(
-        0.5, "share of a steady step spent waiting for data that is reported without a profile", high=1.0
+        0.2, "share of a steady step spent waiting for data that is reported without a profile", high=1.0
+    )
+    data_floor: float = limit(
+        0.01,
+        "seconds of that wait in a step below which it is a hint: such a step is short anyway",
+        high=60.0,
     )
     data_match: float = limit(
         0.5, "share of the wait that a cached batch must save before data is the cause", high=1.0
@@ -117,11 +123,16 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     table = steady_phases(run, limits)
     if table is None:
         return
-    share = float(np.median(table.phase(Phase.DATA) / table.total))
+    shares = table.phase(Phase.DATA) / table.total
+    share, seconds = float(np.median(shares)), float(np.median(table.phase(Phase.DATA)))
     if share <= (limits.data_alone if read_profile(run) is None else limits.data_share):
         return
+    at = main_line(sampled_lines(run), frozenset({Phase.DATA}))
+    is_long = seconds >= limits.data_floor and _mostly_above(shares.tolist(), limits.data_share)
     evidence = [phase_evidence(table, Phase.DATA)]
     wait = f"Waiting for data takes {percent(share)} of a steady step ({len(table.steps)} steps)"
+    if at is not None:
+        wait += f", mostly at {at.short}"
     control = _control(run, share)
     if control is None:
         title = f"Waiting for data takes {percent(share)} of a step"
@@ -147,10 +158,10 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
             "training; then compare both runs."
         )
     yield Finding(
-        severity=Severity.INFO,
+        severity=Severity.WARNING if is_long and not is_busy(run, limits) else Severity.INFO,
         title=title,
         detail=detail,
-        subject=Subject(phase=Phase.DATA, step=int(table.steps[0])),
+        subject=Subject(phase=Phase.DATA, step=int(table.steps[0]), line=None if at is None else at.line),
         evidence=tuple(evidence),
         fix=fix,
         refuted_if="a run with a cached batch, all else equal, is not faster by at least half of the wait.",

@@ -1,0 +1,139 @@
+"""One line of facts about where the time of a steady step goes, with the lines of code. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from backlight.monitors.steptime.model.evidence import (
+    BusyLimits,
+    is_busy,
+    newest_events,
+    percent,
+    read_runtime_info,
+    steady_phases,
+)
+from backlight.monitors.steptime.model.step_times import PhaseTimes
+from backlight.records import Phase
+from backlight.store.format.schema import SAMPLED_LINES
+from backlight.store.read.run import Run
+from backlight.text import duration, listed
+
+REMAINDER = "between"
+"""Phase of the time between the others, where forward and loss are not separated from it."""
+
+ACTIVITIES: dict[str, frozenset[str]] = {
+    "waiting for data": frozenset({Phase.DATA}),
+    "compute": frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER}),
+    "copies to the device": frozenset({Phase.HOST_TO_DEVICE}),
+    "everything else": frozenset({Phase.OTHER, Phase.EVALUATION, Phase.CHECKPOINT}),
+    "forward and everything else": frozenset({REMAINDER}),
+}
+"""What a step does, in the words of the line, and the phases that are it."""
+
+LEAST_SHARE = 0.01
+"""Share of a step below which an activity is not listed."""
+
+PAUSE_SHARE = 0.05
+"""Share of the run from which evaluation and saving are listed."""
+
+NAMED_SHARE = 0.2
+"""Share of a step from which an activity is listed with its line of code."""
+
+LEAST_SAMPLES = 3
+"""Samples at one line without which it is not named."""
+
+
+@dataclass(frozen=True)
+class SampledLine:
+    """A line at which the training thread was seen in a phase, in ``samples`` of all."""
+
+    phase: str
+    line: str
+    function: str
+    samples: int
+
+    @property
+    def short(self) -> str:
+        """The line without its folder, and its function: ``train.py:10 (Images.__getitem__)``."""
+        name = self.line.replace("\\", "/").rpartition("/")[2]
+        function = self.function.rpartition("<locals>.")[2]
+        return name if function == "<module>" else f"{name} ({function})"
+
+
+def sampled_lines(run: Run) -> list[SampledLine]:
+    """Return the sampled lines of the newest attempt, of its lowest rank; empty where none were recorded."""
+    events = newest_events(run, SAMPLED_LINES)
+    lowest = min((event.rank for event in events), default=0)
+    rows = [event.payload.get("lines") or [] for event in events if event.rank == lowest][-1:]
+    return [SampledLine(str(p), str(at), str(name), int(n)) for listed in rows for p, at, name, n in listed]
+
+
+def main_line(lines: Sequence[SampledLine], phases: frozenset[str]) -> SampledLine | None:
+    """Return the line at which more than half of the samples of some phases were; None if none is.
+
+    A call of ``backward`` or of an optimizer says nothing of what takes the time inside.
+    """
+    sampled = phases | {Phase.OTHER, Phase.LOSS} if REMAINDER in phases else phases
+    of_phases = [line for line in lines if line.phase in sampled]
+    top = max(of_phases, key=lambda line: line.samples, default=None)
+    if top is None or top.phase in {Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER}:
+        return None
+    is_main = 2 * top.samples > sum(line.samples for line in of_phases)
+    return top if is_main and top.samples >= LEAST_SAMPLES else None
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """The line of facts; ``computing`` is the share of a step in which it computes, or may do so."""
+
+    text: str
+    computing: float
+
+
+def step_line(run: Run) -> StepLine | None:
+    """Return ``step 86 ms: 62 % waiting for data at train.py:10 (Images.__getitem__), 38 % compute``.
+
+    Medians over the steady steps; None where there are too few of them.
+    """
+    limits = BusyLimits()
+    table = steady_phases(run, limits)
+    if table is None:
+        return None
+    lines = sampled_lines(run)
+    shares = _shares(table)
+    parts = []
+    for words, share in sorted(shares.items(), key=lambda item: -item[1]):
+        if share >= LEAST_SHARE:
+            at = main_line(lines, ACTIVITIES[words]) if share >= NAMED_SHARE else None
+            parts.append(f"{percent(share)} {words}" + ("" if at is None else f" at {at.short}"))
+    text = f"step {duration(float(np.median(table.total)))}: {', '.join(parts)}"
+    if pauses := _pauses(lines):
+        text = f"{text}; of the run {listed(pauses)}"
+    info = read_runtime_info(run)
+    if info is not None and is_busy(run, limits):
+        waited = percent(float(info.payload["core_wait"]))
+        text = f"{text}; other programs held the cores {waited} of the time"
+    return StepLine(text, shares["compute"] + shares["forward and everything else"])
+
+
+def _pauses(lines: Sequence[SampledLine]) -> list[str]:
+    """Return the share of the samples of the whole run in evaluation and in saving, each with its line."""
+    samples = sum(line.samples for line in lines)
+    parts = []
+    for words, phase in (("evaluation", Phase.EVALUATION), ("saving", Phase.CHECKPOINT)):
+        taken = sum(line.samples for line in lines if line.phase == phase)
+        if taken >= LEAST_SAMPLES and taken >= PAUSE_SHARE * samples:
+            at = main_line(lines, frozenset({phase}))
+            parts.append(f"{percent(taken / samples)} {words}" + ("" if at is None else f" at {at.short}"))
+    return parts
+
+
+def _shares(table: PhaseTimes) -> dict[str, float]:
+    """Return the median share of a step of each activity; a pause of a few steps is in none of them."""
+    return {
+        words: float(np.median(sum(table.phase(phase) for phase in phases) / table.total))
+        for words, phases in ACTIVITIES.items()
+    }
