@@ -152,9 +152,9 @@ def test_parameters_lacking_different_steps_are_bounded(
     tmp_path: Path, at: tuple[int, int], text: str
 ) -> None:
     source = Source(write_run(tmp_path / "run", Plan(steps=5)))
-    apart = np.zeros_like(source.coverage.apart)
-    apart[:2] = at
-    source.coverage = dataclasses.replace(source.coverage, apart=apart)
+    unjoined = np.zeros_like(source.coverage.unjoined)
+    unjoined[:2] = at
+    source.coverage = dataclasses.replace(source.coverage, unjoined=unjoined)
     assert [gap.what for gap in outcome(source).unmeasured if gap.reason == APART] == [f"{text} of 5 steps"]
 
 

@@ -81,6 +81,6 @@ def test_no_connection_to_a_live_file_is_kept(tmp_path: Path, record: Record, op
     writer.flush()
     run = open_run(tmp_path / "run")
     read_everything(run)
-    assert run._files[0]._snapshot._held is None
+    assert run._files[0]._snapshot._open is None
     assert not any(uri.endswith("immutable=1") for uri in opened)
     writer.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -49,6 +50,7 @@ class Slow(IterableDataset[torch.Tensor]):
             yield torch.ones(3)
 
 
+@pytest.mark.slow  # it starts the watchdog process
 def test_the_line_that_a_watched_loop_waits_at_is_recorded(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
