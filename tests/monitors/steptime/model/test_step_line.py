@@ -50,7 +50,7 @@ def test_pauses_have_their_share_of_the_run(tmp_path: Path) -> None:
 
 def test_a_busy_machine_is_named(tmp_path: Path) -> None:
     run = run_of(tmp_path, [], runtime_info={"core_wait": 0.3})
-    assert text_of(run).endswith("; other programs held the cores 30 % of the time")
+    assert text_of(run).endswith("; the thread that trains waited for a core 30 % of the time")
 
 
 def test_too_few_steps_have_no_line(tmp_path: Path) -> None:

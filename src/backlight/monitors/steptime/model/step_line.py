@@ -115,7 +115,7 @@ def step_line(run: Run) -> StepLine | None:
     info = read_runtime_info(run)
     if info is not None and is_busy(run, limits):
         waited = percent(float(info.payload["core_wait"]))
-        text = f"{text}; other programs held the cores {waited} of the time"
+        text = f"{text}; the thread that trains waited for a core {waited} of the time"
     return StepLine(text, shares["compute"] + shares["forward and everything else"])
 
 
