@@ -422,10 +422,10 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
 
 # Both keep a function out of compiled code; the public one imports the compiler at once, which reads the
 # environment that the script may still set.
-_not_compiled: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+not_compiled: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
-def _skipped_by_compiler(function: Any) -> Any:
+def skipped_by_compiler(function: Any) -> Any:
     """Keep a function, but not what it calls, out of compiled code without a wrapper around each call.
 
     As ``torch._dynamo.skip`` does, without the import of the compiler.
@@ -435,7 +435,7 @@ def _skipped_by_compiler(function: Any) -> Any:
         skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
         frames.set_code_exec_strategy(function.__code__, skip)
     except (AttributeError, TypeError):  # not in this release of torch
-        return _not_compiled(function)
+        return not_compiled(function)
     function._torchdynamo_disable = True
     return function
 
@@ -461,7 +461,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
 
     patches.replace(torch.optim.Optimizer, "__init__", wrap_init)
 
-    @_skipped_by_compiler
+    @skipped_by_compiler
     def begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unrecorded = hub.unrecorded
         if (
@@ -476,7 +476,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
             return None
         return observed_begin(optimizer, args, kwargs)
 
-    @_skipped_by_compiler
+    @skipped_by_compiler
     def end(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         unrecorded = hub.unrecorded
         if hub.training.others and hub.training.is_elsewhere:
@@ -494,7 +494,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
         if unrecorded.done >= unrecorded.steps:
             hub.resume()
 
-    @_not_compiled
+    @not_compiled
     def observed_begin(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if hub.in_engine or is_nested(optimizer):
             return None
@@ -532,7 +532,7 @@ def install_optimizers(hub: Hub, patches: Patches) -> list[Any]:
             return args, {**kwargs, "closure": reporting}
         return (args[0], reporting, *args[2:]), kwargs
 
-    @_not_compiled
+    @not_compiled
     def observed_end(optimizer: Any) -> None:
         if (hub.captured is None and not hub.active) or is_nested(optimizer):
             return

@@ -19,6 +19,7 @@ from backlight import clock
 from backlight.capture import (
     batches,
     call_hooks,
+    checkpoint_regions,
     engines,
     graph_capture,
     hooks,
@@ -170,11 +171,20 @@ class Listener:
     def random_state_set(self) -> None:
         """``torch.set_rng_state`` has returned, as at the end of ``fork_rng``."""
 
-    def region_begin(self) -> None:
-        """The forward of a checkpointed region begins that does not preserve the random state."""
+    def region_begin(self, region: checkpoint_regions.CheckpointedRegion) -> None:
+        """The forward of a checkpointed region begins."""
 
-    def region_end(self) -> None:
+    def region_tensor(self, region: checkpoint_regions.CheckpointedRegion, tensor: torch.Tensor) -> None:
+        """A run of a region that has a record saves ``tensor``, or returns it if it is re-entrant."""
+
+    def region_end(self, region: checkpoint_regions.CheckpointedRegion) -> None:
         """The forward of that region is over."""
+
+    def recomputation_begin(self, region: checkpoint_regions.CheckpointedRegion) -> None:
+        """A region that has a record is about to run again."""
+
+    def recomputation_end(self, region: checkpoint_regions.CheckpointedRegion) -> None:
+        """That run is over, perhaps by an exception."""
 
     def autocast_begin(self, region: Any) -> None:
         """An outermost ``torch.autocast`` that is enabled has been entered."""
@@ -440,7 +450,7 @@ class Hub:
             state_hooks.install_schedules,
             state_hooks.install_random,
             state_hooks.install_autocast,
-            state_hooks.install_recomputation,
+            checkpoint_regions.install_recomputation,
             transfers.install_transfers,
             graph_capture.install_graph_capture,
         ):

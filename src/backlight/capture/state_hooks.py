@@ -1,4 +1,4 @@
-"""Hooks on torch that report to the hub: loaded state, modes, schedules, seeds, autocast, recomputed regions.
+"""Hooks on torch that report to the hub: loaded state, modes, schedules, seeds, autocast.
 
 Not captured: a script that imported ``load`` by name before watching began, and formats of other libraries.
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -167,35 +166,3 @@ def install_autocast(hub: Hub, patches: Patches) -> None:
 
     patches.replace(torch.autocast, "__enter__", wrap_enter)
     patches.replace(torch.autocast, "__exit__", wrap_exit)
-
-
-def install_recomputation(hub: Hub, patches: Patches) -> None:
-    """Report the forward of checkpointed regions whose recomputation draws other random numbers.
-
-    Regions that are not re-entrant only, whatever name a script imported ``checkpoint`` by.
-    """
-    # From torch 2.15 on, a function of its own takes the options by name.
-    name = "_checkpoint_without_reentrant_generator"
-    by_name = hasattr(torch.utils.checkpoint, f"{name}_impl")
-
-    def wrap(original: Any) -> Any:
-        @functools.wraps(original)
-        def generator(*args: Any, **kwargs: Any) -> Iterator[None]:
-            preserves = kwargs.get("preserve_rng_state", True) if by_name else args[1]
-            region = original(*args, **kwargs)
-            if preserves or not hub.active or torch.compiler.is_compiling():
-                yield from region
-                return
-            next(region)
-            hub.emit("region_begin")
-            try:
-                yield
-            except BaseException as error:  # of the region
-                region.throw(error)
-                raise
-            hub.emit("region_end")
-            yield from region
-
-        return generator
-
-    patches.replace(torch.utils.checkpoint, f"{name}_impl" if by_name else name, wrap)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from faults.silent.loop import STEPS, Loop, batches, control, fault, nothing, perceptron, train
@@ -313,28 +312,6 @@ def second_order_optimizer() -> None:
             return loss
 
         optimizer.step(closure)
-
-
-@fault(rule="recomputation_differs", severity="error", step=0, names="tests/faults/silent/gradients.py:")
-def recomputed_with_another_dropout(injected: bool) -> None:
-    train_checkpointed(nn.Dropout(0.1), preserves=not injected)
-
-
-@control
-def recomputed_without_random_numbers() -> None:
-    train_checkpointed(nn.Tanh(), preserves=False)
-
-
-def train_checkpointed(last: nn.Module, *, preserves: bool) -> None:
-    """Train with activation checkpointing."""
-    body, head = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), last), nn.Linear(16, 3)
-
-    def forward(x: Tensor) -> Tensor:
-        run = torch.utils.checkpoint.checkpoint
-        return head(run(body, x, use_reentrant=False, preserve_rng_state=preserves))
-
-    # torch.compile does not preserve the random state by the same means.
-    train(forward, parts=(body, head), is_compiled=False)
 
 
 def clipped(parameters: Any, loop: Loop) -> None:

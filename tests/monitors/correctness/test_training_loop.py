@@ -34,6 +34,7 @@ def findings(path: Path, train: Callable[[], None]) -> Findings:
 
 @pytest.mark.filterwarnings("ignore:Using a target size:UserWarning")
 @pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # by torch.compile
 @pytest.mark.parametrize("name", silent.FAULTS)
 def test_injected_error_is_found_and_its_control_is_not(
     name: str, tmp_path: Path, request: pytest.FixtureRequest

@@ -17,6 +17,14 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from backlight.capture.calls import module_names, tensors_in
+from backlight.capture.checkpoint_regions import (
+    RegionState,
+    differences,
+    modules_of,
+    other_modules,
+    region_state,
+    variable_differences,
+)
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import candidates, named_roots
 from backlight.diagnose.checkpointing.regions import (
@@ -24,10 +32,8 @@ from backlight.diagnose.checkpointing.regions import (
     Region,
     RegionMode,
     Run,
-    Snapshot,
-    differences,
     first_difference,
-    snapshot,
+    other_parameters,
     storage,
 )
 from backlight.diagnose.script_observer import ScriptObserver
@@ -45,6 +51,7 @@ class CheckpointObserver(ScriptObserver):
         self._numbers: dict[int, Region] = {}
         self._failed = False
         self._names: dict[int, str] = {}
+        self._place = 0
 
     @property
     def regions(self) -> list[Region]:
@@ -60,6 +67,7 @@ class CheckpointObserver(ScriptObserver):
         self._usage.paused = True
         self._remark_boundaries()
         for region in self.regions:
+            region.remarks.sort(key=lambda remark: remark.number)
             if not region.recomputations and self.backwards and not self._failed:
                 region.remark("unused", "never recomputed: no backward came through it")
 
@@ -73,6 +81,7 @@ class CheckpointObserver(ScriptObserver):
             self._end()
             return
         self.backwards += 1
+        self._place = 0
         self._usage.paused = True
 
     def backward_end(self) -> None:
@@ -120,7 +129,19 @@ class CheckpointObserver(ScriptObserver):
 
     def names(self) -> dict[int, str]:
         """Return the names of all modules by their ``id``."""
+        if not self._names:
+            HUB.seen.refresh()
+            self._names = module_names(named_roots(HUB.seen))
         return self._names
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return the names of all parameters by their ``id``."""
+        return {id(c.parameter): c.name for c in candidates(named_roots(HUB.seen))}
+
+    def next_place(self) -> int:
+        """Return the number of the region that begins, in the forward in progress."""
+        self._place += 1
+        return self._place
 
     def _label(self, function: Any) -> str:
         owner = function if isinstance(function, nn.Module) else getattr(function, "__self__", None)
@@ -202,9 +223,10 @@ class _ObservedFunction:
         self._region = region
         self._function = function
         self._forward: Run | None = None
-        self._modules = _modules_of(function)
+        self._modules = modules_of(function)
         _ObservedFunction._count += 1
         self._number = _ObservedFunction._count
+        self._place = observer.next_place()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function and compare a recomputation with the forward."""
@@ -223,8 +245,8 @@ class _ObservedFunction:
             if not first:
                 self._compare(run)
 
-    def _snapshot(self) -> Snapshot:
-        return snapshot(self._modules, self._observer.names())
+    def _snapshot(self) -> RegionState:
+        return region_state(self._function, self._modules, self._observer.names(), reads_values=True)
 
     def _compare(self, again: Run) -> None:
         region, forward = self._region, self._forward
@@ -238,22 +260,13 @@ class _ObservedFunction:
             why = "" if region.preserves else " (preserve_rng_state=False)"
             text = f"draws random numbers, and the recomputation draws different ones{why}"
             region.remark("random", text, region.line)
+        others = other_parameters(forward.steps, again.steps)
+        names = self._observer.parameter_names() if others is not None else {}
+        if others is not None and all(key in names for key in others):
+            text = other_modules(self._place, *(names[key] for key in others))
+            region.remark("recomputation", text, region.line, self._place)
+            return
         departed = first_difference(forward.steps, again.steps)
         if departed is not None:
-            region.remark(departed.kind, departed.text, departed.line)
-
-
-def _modules_of(function: Any) -> list[nn.Module]:
-    """Return the modules whose state a region may read: itself, its object, those in its closure."""
-    roots = [function, getattr(function, "__self__", None)]
-    if isinstance(function, functools.partial):
-        roots += [function.func, *function.args, *function.keywords.values()]
-    for cell in getattr(function, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a cell that is not filled yet
-            roots.append(cell.cell_contents)
-    modules: dict[int, nn.Module] = {}
-    for root in roots:
-        owner = getattr(root, "__self__", root)
-        if isinstance(owner, nn.Module):
-            modules.update((id(module), module) for module in owner.modules())
-    return list(modules.values())
+            changed = variable_differences(forward.begin, again.begin)
+            region.remark(departed.kind, "; ".join((departed.text, *changed[:1])), departed.line)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,80 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from backlight import devices
 from backlight.capture.calls import NO_COMPUTATION, operation_name, tensors_in, written_in_place
+from backlight.capture.checkpoint_regions import RegionState, checksum, near
 from backlight.diagnose.script_observer import Pausable
 from backlight.user_code import SourceLine, user_line
-
-_PLAIN_VALUES = (bool, int, float, str, type(None))
-
-
-@dataclass
-class Snapshot:
-    """State that a region reads besides its arguments, by name; values compare by equality."""
-
-    buffers: dict[str, tuple[int, float]] = field(default_factory=dict)
-    attributes: dict[str, Any] = field(default_factory=dict)
-    parameters: dict[str, int] = field(default_factory=dict)
-    random: str = ""
-
-
-def checksum(tensor: Tensor) -> float:
-    """Return the sum of magnitudes in fp64, 0 for a tensor without values."""
-    values = getattr(tensor, "_local_tensor", tensor).detach()
-    if values.layout is not torch.strided or values.device.type == "meta" or not values.numel():
-        return 0.0
-    if values.is_complex():
-        values = values.abs()
-    return float(values.double().abs().sum())
-
-
-def random_state() -> str:
-    """Return a digest of the random states that checkpointing restores."""
-    digest = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=8)
-    if devices.is_in_use():
-        for state in devices.accelerator_random_states():
-            digest.update(state.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def snapshot(modules: Iterable[nn.Module], names: dict[int, str]) -> Snapshot:
-    """Return the present state of ``modules`` and of the random generators."""
-    state = Snapshot(random=random_state())
-    for module in modules:
-        name = names.get(id(module), type(module).__name__)
-        for key, buffer in (vars(module).get("_buffers") or {}).items():
-            if buffer is not None:
-                state.buffers[f"{name}.{key}"] = (buffer._version, checksum(buffer))
-        for key, parameter in (vars(module).get("_parameters") or {}).items():
-            if parameter is not None:
-                state.parameters[f"{name}.{key}"] = parameter._version
-        for key, value in vars(module).items():
-            # type() first: equality of third-party objects may do anything.
-            if type(value) in _PLAIN_VALUES and (not key.startswith("_") or key == "training"):
-                state.attributes[f"{name}.{key}"] = value
-    return state
-
-
-def differences(forward: Snapshot, again: Snapshot, after: Snapshot) -> list[str]:
-    """Return in words what differed between the begin of the forward and the begin of the recomputation."""
-    lines = []
-    for name, (version, total) in forward.buffers.items():
-        now = again.buffers.get(name)
-        if now is None or (now[0] == version and _near(now[1], total, 0.0)):
-            continue
-        later = after.buffers.get(name, now)
-        twice = "; the recomputation updates it a second time" if later != now else ""
-        lines.append(f"buffer {name} is updated between forward and recomputation{twice}")
-    for name, version in forward.parameters.items():
-        if again.parameters.get(name, version) != version:
-            lines.append(f"parameter {name} was changed before the recomputation, as by an optimizer step")
-    for name, value in forward.attributes.items():
-        now = again.attributes.get(name, value)
-        if now != value:
-            lines.append(f"attribute {name} was {value!r} in forward and is {now!r} in the recomputation")
-    return lines
-
 
 MAX_REMARKS = 20
 """Remarks of one kind that are kept for a region."""
@@ -100,11 +27,12 @@ REMARK_KINDS = (
 
 @dataclass(frozen=True)
 class Remark:
-    """A remark on a region; ``kind`` groups remarks."""
+    """A remark on a region; ``kind`` groups remarks, ``number`` is that of the region in its forward."""
 
     kind: str
     text: str
     line: SourceLine | None = None
+    number: int = 0
 
 
 @dataclass
@@ -119,9 +47,9 @@ class Region:
     recomputations: int = 0
     remarks: list[Remark] = field(default_factory=list)
 
-    def remark(self, kind: str, text: str, line: SourceLine | None = None) -> None:
+    def remark(self, kind: str, text: str, line: SourceLine | None = None, number: int = 0) -> None:
         """Add a remark once."""
-        remark = Remark(kind, text, line)
+        remark = Remark(kind, text, line, number)
         if remark not in self.remarks and sum(r.kind == kind for r in self.remarks) < MAX_REMARKS:
             self.remarks.append(remark)
 
@@ -135,7 +63,10 @@ class Region:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One operation of a run: name, shapes and sums of its outputs; ``ended`` unless it raised."""
+    """One operation of a run: name, shapes and sums of its outputs; ``ended`` unless it raised.
+
+    ``parameters`` are the ``id`` of those among its inputs.
+    """
 
     name: str
     line: SourceLine | None
@@ -143,14 +74,15 @@ class Step:
     sums: tuple[float, ...]
     exact: bool
     ended: bool = True
+    parameters: tuple[int, ...] = ()
 
 
 @dataclass
 class Run:
     """One run of a region's function, forward or recomputed."""
 
-    begin: Snapshot
-    end: Snapshot | None = None
+    begin: RegionState
+    end: RegionState | None = None
     steps: list[Step] = field(default_factory=list)
 
 
@@ -198,13 +130,26 @@ class RegionMode(TorchFunctionMode):
         if outputs:
             shapes = tuple(tuple(t.shape) for t in outputs)
             exact = all(t.device.type == "cpu" for t in outputs)
-            self._run.steps.append(Step(name, line, shapes, tuple(map(checksum, outputs)), exact))
+            used = tuple(id(tensor) for tensor in inputs if type(tensor) is nn.Parameter)
+            sums = tuple(map(checksum, outputs))
+            self._run.steps.append(Step(name, line, shapes, sums, exact, parameters=used))
 
 
 def storage(tensor: Tensor) -> int:
     """Return the address of the storage behind ``tensor``; its ``id`` where it has none."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
+
+
+def other_parameters(forward: list[Step], again: list[Step]) -> tuple[int, int] | None:
+    """Return the ``id`` of the first two parameters that differ in one place, None where none do."""
+    for step, two in zip(forward, again, strict=False):
+        if step.name != two.name:
+            return None
+        for used, now in zip(step.parameters, two.parameters, strict=False):
+            if used != now:
+                return used, now
+    return None
 
 
 def first_difference(forward: list[Step], again: list[Step]) -> Remark | None:
@@ -219,7 +164,7 @@ def first_difference(forward: list[Step], again: list[Step]) -> Remark | None:
         if not two.ended:
             return None
         limit = 1e-9 if s.exact else 1e-3
-        if not all(_near(a, b, limit) for a, b in zip(s.sums, two.sums, strict=True)):
+        if not all(near(a, b, limit) for a, b in zip(s.sums, two.sums, strict=True)):
             return Remark(
                 "recomputation", f"the recomputation computes other values from here on: {s.name}", s.line
             )
@@ -232,10 +177,6 @@ def first_difference(forward: list[Step], again: list[Step]) -> Remark | None:
 
 def _shown(step: Step) -> str:
     return f"{step.name} -> {', '.join('x'.join(map(str, s)) or 'scalar' for s in step.shapes) or '?'}"
-
-
-def _near(value: float, two: float, limit: float) -> bool:
-    return math.isclose(value, two, rel_tol=limit) or (math.isnan(value) and math.isnan(two))
 
 
 class ParameterUsage(Pausable, TorchFunctionMode):
