@@ -1,10 +1,10 @@
 """Findings on public training programs that are sound: each finding is a claim to check by hand.
 
 The code is cloned from GitHub, or taken from a folder of clones, and runs unchanged under `backlight run`
-with synthetic data until it ends, or until its time is over and it gets SIGINT. Packages that a program
-imports must be installed; a program that cannot start is listed with its last line. Findings are stored with
-`--out`, and `bench/rules.py` reads them. With `--weights` the weights after some steps are compared instead,
-watched and unwatched, where two unwatched runs with one seed agree.
+with synthetic data until it ends, or until its processor time is over and it gets SIGINT. Packages that a
+program imports must be installed; a program that cannot start is listed with its last line. Findings are
+stored with `--out`, and `bench/rules.py` reads them. With `--weights` the weights after some steps are
+compared instead, watched and unwatched, where two unwatched runs with one seed agree.
 
     python bench/healthy.py --clones ~/clones --out build/healthy.json
 """
@@ -12,6 +12,7 @@ watched and unwatched, where two unwatched runs with one seed agree.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shlex
@@ -19,12 +20,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from healthy.data import GENERATORS
+import psutil
+from healthy import data, pretrained
 from healthy.programs import PROGRAMS, Program
 from rich.console import Console
 from rich.table import Table
@@ -36,8 +40,30 @@ from backlight.store.errors import StoreError
 ENDING_S = 120.0
 """Time that a program has to end after SIGINT."""
 
+WALL_FACTOR = 6.0
+"""Times its processor time that a program may take, waits for a busy machine included."""
+
+POLL_S = 0.5
+
 WEIGHT_STEPS = 12
 """Steps of optimizers after which weights are compared."""
+
+
+OFFLINE = {
+    "MPLBACKEND": "agg", "HF_HUB_OFFLINE": "1", "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false",
+}  # fmt: skip
+"""Settings of libraries that would open a window or a connection."""
+
+
+def environment_of(folder: Path) -> dict[str, str]:
+    """Return the environment of a program: modules of its folder first, data sets and models from files."""
+    return {
+        **os.environ,
+        **OFFLINE,
+        "PYTHONPATH": f"{folder}{os.pathsep}{Path(__file__).parent / 'healthy' / 'offline'}",
+        "TORCH_HOME": str(folder / "torch-home"),
+        "HF_HOME": str(folder / "hf-home"),
+    }
 
 
 def clone_of(program: Program, clones: Path) -> Path:
@@ -53,10 +79,10 @@ def prepared(program: Program, clones: Path, work: Path) -> tuple[Path, Path]:
     """Copy the repository, write the data; return working directory and script."""
     root = work / program.name.replace(" ", "-").replace(",", "") / "code"
     shutil.rmtree(root.parent, ignore_errors=True)
-    shutil.copytree(clone_of(program, clones), root, ignore=shutil.ignore_patterns(".git"))
+    shutil.copytree(clone_of(program, clones), root, symlinks=True, ignore=shutil.ignore_patterns(".git"))
     script = root / program.script
     for place, generator in program.data.items():
-        GENERATORS[generator]((script.parent / place).resolve())
+        (data.GENERATORS | pretrained.GENERATORS)[generator]((script.parent / place).resolve())
     folder = root / program.folder if program.folder else script.parent
     return folder, script
 
@@ -64,22 +90,37 @@ def prepared(program: Program, clones: Path, work: Path) -> tuple[Path, Path]:
 def execute(
     command: Sequence[str], folder: Path, environment: dict[str, str], seconds: float
 ) -> tuple[int, str]:
-    """Run a command, interrupted after some seconds; return its exit code and its last line."""
-    child = subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = child.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        child.send_signal(signal.SIGINT)
+    """Run a command, interrupted after some processor time; return its exit code and its last line."""
+    with tempfile.TemporaryFile("w+") as output:
+        child = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )  # fmt: skip
+        end = time.monotonic() + WALL_FACTOR * seconds
+        while child.poll() is None and time.monotonic() < end and processor_time(child.pid) < seconds:
+            time.sleep(POLL_S)
+        if child.poll() is None:
+            child.send_signal(signal.SIGINT)
         try:
-            output, _ = child.communicate(timeout=ENDING_S)
+            child.wait(ENDING_S)
         except subprocess.TimeoutExpired:
             os.killpg(child.pid, signal.SIGKILL)
-            output, _ = child.communicate()
-    lines = [line for line in output.splitlines() if line.strip()]
+            child.wait()
+        output.seek(0)
+        lines = [line for line in output.read().splitlines() if line.strip()]
     return child.returncode, lines[-1] if lines else ""
+
+
+def processor_time(process: int) -> float:
+    """Return the processor seconds of a process and of its children that run."""
+    total = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(process)
+        for each in (parent, *parent.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                times = each.cpu_times()
+                total += times.user + times.system
+    return total
 
 
 def watched(program: Program, clones: Path, work: Path, seconds: float, every: int | None) -> dict[str, Any]:
@@ -92,14 +133,13 @@ def watched(program: Program, clones: Path, work: Path, seconds: float, every: i
     arguments = shlex.split(program.arguments)
     often = [] if every is None else ["--every", str(every)]
     starter = [sys.executable, "-m", "backlight", "run", "--out", str(out), *often, str(script), *arguments]
-    environment = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(folder)}
-    code, last = execute(starter, folder, environment, seconds)
+    code, last = execute(starter, folder, environment_of(folder), max(seconds, program.seconds))
     try:
         run = backlight.open_run(out)
     except (OSError, StoreError) as error:
         return {"name": program.name, "problem": f"exit code {code}: {last or error}"}
     found = findings_of(run)
-    steps = len(run.scalar("loss").steps)
+    steps = run.last_step() + 1
     return {
         "name": program.name,
         "repository": program.repository,
@@ -134,7 +174,7 @@ def compare_weights(program: Program, clones: Path, work: Path, seconds: float) 
             str(file),
             str(script),
         ]
-        environment = {**os.environ, "MPLBACKEND": "agg", "PYTHONPATH": str(folder), "PYTHONHASHSEED": "0"}
+        environment = {**environment_of(folder), "PYTHONHASHSEED": "0"}
         arguments = shlex.split(program.arguments)
         code, last = execute([sys.executable, *watching, *ending, *arguments], folder, environment, seconds)
         if not file.is_file():
@@ -159,7 +199,7 @@ def main() -> None:
         help="file of the findings; programs that it holds are not run again",
     )
     parser.add_argument("--only", default="", help="part of the names of programs to run")
-    parser.add_argument("--seconds", type=float, default=90.0, help="time per program")
+    parser.add_argument("--seconds", type=float, default=90.0, help="processor time per program")
     parser.add_argument(
         "--every",
         type=int,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import pickle
 import tarfile
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -56,8 +58,40 @@ def mnist(folder: Path) -> None:
         )
 
 
+def cifar10(folder: Path) -> None:
+    """Write a small CIFAR-10 in the batches of its archive."""
+    base = folder / "cifar-10-batches-py"
+    base.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(3)
+    patterns = random.integers(0, 200, (CLASSES, 3, 4, 4)).repeat(8, axis=2).repeat(8, axis=3)
+    for name in (*(f"data_batch_{part}" for part in range(1, 6)), "test_batch"):
+        labels = random.integers(0, CLASSES, 200)
+        images = (patterns[labels] + random.normal(0, 30, (200, 3, 32, 32))).clip(0, 255).astype(np.uint8)
+        entry = {"data": images.reshape(200, -1), "labels": labels.tolist()}
+        (base / name).write_bytes(pickle.dumps(entry))
+    classes = {"label_names": [f"class{label}" for label in range(CLASSES)]}
+    (base / "batches.meta").write_bytes(pickle.dumps(classes))
+
+
+def citations(folder: Path) -> None:
+    """Write a citation graph in the two files of Cora."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in _cora().items():
+        (folder / name).write_text(text)
+
+
 def cora(folder: Path) -> None:
     """Write a citation graph with the format of Cora, and a stand-in for its download."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(folder / "cora.tgz", "w:gz") as archive:
+        for name, text in _cora().items():
+            entry = tarfile.TarInfo(f"cora/{name}")
+            entry.size = len(text)
+            archive.addfile(entry, io.BytesIO(text.encode()))
+    (folder / "requests.py").write_text(CORA)
+
+
+def _cora() -> dict[str, str]:
     random = np.random.default_rng(0)
     nodes, features, classes = 2708, 200, 7
     labels = random.integers(0, classes, nodes)
@@ -66,14 +100,7 @@ def cora(folder: Path) -> None:
         f"{node} {' '.join(map(str, words[node].astype(int)))} class{labels[node]}" for node in range(nodes)
     )
     ends = [(a, b) for a, b in random.integers(0, nodes, (40_000, 2)) if labels[a] == labels[b] and a != b]
-    files = {"cora.content": content, "cora.cites": "\n".join(f"{a} {b}" for a, b in ends)}
-    folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(folder / "cora.tgz", "w:gz") as archive:
-        for name, text in files.items():
-            entry = tarfile.TarInfo(f"cora/{name}")
-            entry.size = len(text)
-            archive.addfile(entry, io.BytesIO(text.encode()))
-    (folder / "requests.py").write_text(CORA)
+    return {"cora.content": content, "cora.cites": "\n".join(f"{a} {b}" for a, b in ends)}
 
 
 def _words(count: int) -> list[str]:
@@ -127,6 +154,22 @@ def photographs(folder: Path) -> None:
             Image.fromarray(small).resize((300, 300)).save(folder / place / f"{index}.jpg")
 
 
+def cats_and_dogs(folder: Path) -> None:
+    """Write an archive of two classes of photographs, as it is downloaded."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(4)
+    with zipfile.ZipFile(folder / "cats_and_dogs_filtered.zip", "w") as archive:
+        for part, count in (("train", 48), ("validation", 16)):
+            for name in ("cats", "dogs"):
+                for index in range(count):
+                    small = random.integers(0, 255, (6, 6, 3), dtype=np.uint8)
+                    small[..., 0] //= 1 + (name == "dogs")
+                    file = io.BytesIO()
+                    Image.fromarray(small).resize((64, 64)).save(file, "jpeg")
+                    place = f"cats_and_dogs_filtered/{part}/{name}/{index}.jpg"
+                    archive.writestr(place, file.getvalue())
+
+
 def names(folder: Path) -> None:
     """Write lists of names of two languages, one file each."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,6 +179,9 @@ def names(folder: Path) -> None:
 
 
 GENERATORS: dict[str, Callable[[Path], None]] = {
-    function.__name__: function for function in (mnist, cora, text, wikitext, characters, photographs, names)
-}
+    function.__name__: function
+    for function in (
+        mnist, cifar10, citations, cora, text, wikitext, characters, photographs, cats_and_dogs, names,
+    )
+}  # fmt: skip
 """Generators by name; each writes below a folder."""

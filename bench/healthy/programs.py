@@ -19,6 +19,19 @@ TUTORIAL, NLP, MINIMAL_RL, TWO_LAYERS = (
     "jcjohnson/pytorch-examples",
 )
 LIGHTNING, PYG = "Lightning-AI/pytorch-lightning", "pyg-team/pytorch_geometric"
+PEFT, TRL, LIGHTLY, MORVAN = (
+    "huggingface/peft",
+    "huggingface/trl",
+    "lightly-ai/lightly",
+    "MorvanZhou/PyTorch-Tutorial",
+)
+SENTENCES, CAVIA, TCN, ODE, MOE = (
+    "UKPLab/sentence-transformers",
+    "lmzintgraf/cavia",
+    "locuslab/TCN",
+    "rtqichen/torchdiffeq",
+    "davidmrau/mixture-of-experts",
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,8 @@ class Program:
     data: dict[str, str] = field(default_factory=dict)
     folder: str = ""
     """Working directory below the repository; empty for that of the script."""
+    seconds: float = 0.0
+    """Processor time that it needs at least, where its steps or its imports are long."""
 
 
 def _makemore(kind: str) -> Program:
@@ -63,6 +78,42 @@ def _nlp(path: str) -> Program:
 
 def _minimal(name: str) -> Program:
     return Program(f"minimalRL {name}", MINIMAL_RL, f"{name}.py")
+
+
+def _morvan(name: str) -> Program:
+    return Program(
+        f"PyTorch-Tutorial {name}", MORVAN, f"tutorial-contents/{name}.py", data={"mnist": "mnist"}
+    )
+
+
+def _adapter(folder: str, arguments: str, *, script: str = "") -> Program:
+    return Program(
+        f"PEFT {folder}", PEFT, f"examples/{folder}/{script or folder}.py",
+        arguments, {"model": "llama", "data": "instructions"}, seconds=18.0,
+    )  # fmt: skip
+
+
+def _preference(path: str, data: str, arguments: str = "") -> Program:
+    name = path.rpartition("/")[2]
+    return Program(
+        f"TRL {name}{', LoRA' if '--use_peft' in arguments else ''}", TRL, f"{path}.py",
+        f"--model_name_or_path model --dataset_name data --output_dir out --report_to none {arguments} "
+        "--learning_rate 1e-3 --per_device_train_batch_size 4 --max_steps 60 --bf16 False --logging_steps 10",
+        {"model": "llama", "data": data}, seconds=18.0,
+    )  # fmt: skip
+
+
+def _views(name: str) -> Program:
+    path = f"examples/pytorch/{name}.py"
+    return Program(f"Lightly {name}", LIGHTLY, path, data={"datasets/cifar10": "cifar10"}, seconds=25.0)
+
+
+def _sentences(path: str) -> Program:
+    return Program(
+        f"sentence-transformers {path.rpartition('/')[2]}", SENTENCES,
+        f"examples/sentence_transformer/training/{path}.py", "model",
+        {"model": "bert", "sentence-transformers": "similar"}, seconds=18.0,
+    )  # fmt: skip
 
 
 _DIGITS = {"../data": "mnist"}
@@ -209,5 +260,141 @@ PROGRAMS = (
     Program("two layers, optim", TWO_LAYERS, "nn/two_layer_net_optim.py"),
     Program("two layers, dynamic", TWO_LAYERS, "nn/dynamic_net.py"),
     Program("bigram", "karpathy/ng-video-lecture", "bigram.py"),
+    # Frozen parts, adapters and other fine-tunings.
+    Program(
+        "Lightning fine-tuning", LIGHTNING,
+        "examples/pytorch/domain_templates/computer_vision_fine_tuning.py",
+        "fit --trainer.max_epochs=3 --trainer.accelerator=cpu --data.batch_size=4 "
+        "--finetuning.milestones=[1,2]",
+        {"data": "cats_and_dogs", "torch-home": "resnet50"}, seconds=25.0,
+    ),
+    Program(
+        "mmpretrain, frozen stages", "open-mmlab/mmpretrain", "tools/train.py",
+        "configs/resnet/resnet18_8xb32_in1k.py --work-dir out --cfg-options model.backbone.frozen_stages=2 "
+        "model.backbone.norm_eval=True model.head.num_classes=2 model.head.topk=[1] "
+        "train_dataloader.batch_size=4 train_dataloader.num_workers=0 "
+        "train_dataloader.persistent_workers=False train_dataloader.dataset.type=CustomDataset "
+        "train_dataloader.dataset.data_root=data/train train_dataloader.dataset.split= "
+        "val_dataloader.dataset.type=CustomDataset val_dataloader.dataset.data_root=data/validation "
+        "val_dataloader.dataset.split= val_dataloader.num_workers=0 "
+        "val_dataloader.persistent_workers=False val_evaluator.topk=[1]",
+        {"../data": "photographs"}, folder=".", seconds=25.0,
+    ),
+    Program(
+        "Stanford Alpaca", "tatsu-lab/stanford_alpaca", "train.py",
+        "--model_name_or_path model --data_path alpaca_data.json --output_dir out --num_train_epochs 1 "
+        "--per_device_train_batch_size 4 --learning_rate 1e-3 --lr_scheduler_type cosine "
+        "--warmup_steps 5 --report_to none --logging_steps 10 --use_cpu",
+        {"model": "llama", "data": "instructions"}, seconds=18.0,
+    ),
+    _adapter(
+        "olora_finetuning",
+        "--base_model model --data_path data --device_map cpu --dtype float32 --lora_r 4 --batch_size 4",
+    ),
+    _adapter(
+        "dora_finetuning",
+        "--base_model model --data_path data --output_dir out --device cpu --use_dora --batch_size 4 "
+        "--learning_rate 1e-3 --val_set_size 20 --eval_step 50 --save_step 50",
+    ),
+    _adapter(
+        "shira_finetuning",
+        "--base_model model --data_path data --device_map cpu --dtype float32 --shira_r 4 --batch_size 4",
+    ),
+    _adapter(
+        "lorafa_finetune",
+        "--base_model_name_or_path model --dataset_name_or_path data --output_dir out --batch_size 4 "
+        "--lorafa --lora_rank 4",
+        script="lorafa_finetuning",
+    ),
+    _adapter(
+        "road_finetuning",
+        "--base_model model --data_path data --output_dir out --device cpu --batch_size 4 --val_set_size 20 "
+        "--learning_rate 1e-3 --eval_step 50 --save_step 50",
+    ),
+    _adapter(
+        "randlora_finetuning",
+        "--base_model model --data_path data --output_dir out --device cpu --batch_size 4 --val_set_size 20 "
+        "--learning_rate 1e-3 --eval_step 50 --save_step 50 --rank 4",
+    ),
+    _preference("trl/scripts/sft", "conversations"),
+    _preference("trl/scripts/sft", "conversations", "--use_peft --lora_r 4"),
+    _preference("trl/scripts/dpo", "preferences"),
+    _preference("trl/scripts/dpo", "preferences", "--use_peft --lora_r 4"),
+    _preference("trl/scripts/kto", "judged"),
+    _preference("trl/scripts/reward", "preferences"),
+    _preference(
+        "examples/scripts/gkd", "conversations",
+        "--teacher_model_name_or_path model --max_new_tokens 8 --eval_strategy no",
+    ),
+    # Contrastive learning and teachers that are moving averages.
+    _views("simclr"),
+    _views("moco"),
+    _views("byol"),
+    _views("simsiam"),
+    _views("vicreg"),
+    Program(
+        "SimCLR", "sthalles/SimCLR", "run.py",
+        "-data datasets -dataset-name cifar10 -a resnet18 -j 0 -b 32 --epochs 2 --disable-cuda "
+        "--log-every-n-steps 5",
+        {"datasets": "cifar10"}, seconds=25.0,
+    ),
+    _sentences("nli/training_nli_v2"),
+    _sentences("sts/training_stsbenchmark"),
+    _sentences("matryoshka/matryoshka_sts"),
+    # Diffusion.
+    Program(
+        "diffusers unconditional, EMA", "huggingface/diffusers",
+        "examples/unconditional_image_generation/train_unconditional.py",
+        "--train_data_dir data/train --model_config_name_or_path unet --resolution 16 --train_batch_size 4 "
+        "--num_epochs 3 --use_ema --dataloader_num_workers 0 --ddpm_num_steps 50 "
+        "--ddpm_num_inference_steps 2 --save_images_epochs 2 --lr_warmup_steps 5",
+        {"data": "photographs", "unet": "unet"}, seconds=25.0,
+    ),
+    Program(
+        "MNISTDiffusion, EMA", "bot66/MNISTDiffusion", "train_mnist.py",
+        "--cpu --batch_size 8 --epochs 1 --timesteps 50 --model_base_dim 16 --log_freq 10",
+        {"mnist_data": "mnist"}, seconds=18.0,
+    ),
+    # Meta-learning, mixtures of experts, and differential equations.
+    Program("MAML sine", CAVIA, "regression/main.py", "--maml --n_iter 400 --num_context_params 0"),
+    Program("CAVIA sine", CAVIA, "regression/main.py", "--n_iter 400"),
+    Program("mixture of experts", MOE, "cifar10_example.py", data={"data": "cifar10"}, seconds=18.0),
+    Program("mixture of experts, one step", MOE, "example.py"),
+    Program("makeMoE", "AviSoori1x/makeMoE", "makeMoE.py", seconds=18.0),
+    Program("torchdiffeq spiral", ODE, "examples/ode_demo.py", "--niters 200 --data_size 200"),
+    Program("torchdiffeq latent", ODE, "examples/latent_ode.py", "--niters 40"),
+    Program("torchdiffeq flow", ODE, "examples/cnf.py", "--niters 40 --num_samples 64"),
+    # Others.
+    Program(
+        "word language model", EXAMPLES, "word_language_model/main.py", "--epochs 3 --emsize 64 --nhid 64",
+        {"data/wikitext-2": "text"},
+    ),
+    Program(
+        "word language model, transformer", EXAMPLES, "word_language_model/main.py",
+        "--model Transformer --epochs 3 --emsize 64 --nhid 64 --lr 1 --use-optimizer",
+        {"data/wikitext-2": "text"},
+    ),
+    Program("regression", EXAMPLES, "regression/main.py"),
+    *(
+        _morvan(name)
+        for name in (
+            "301_regression", "302_classification", "306_optimizer", "401_CNN", "402_RNN_classifier",
+            "403_RNN_regressor", "404_autoencoder", "406_GAN", "406_conditional_GAN", "503_dropout",
+            "504_batch_normalization",
+        )
+    ),
+    Program("TCN adding problem", TCN, "TCN/adding_problem/add_test.py", "--cuda --seq_len 60 --epochs 2"),
+    Program(
+        "TCN copy memory", TCN, "TCN/copy_memory/copymem_test.py",
+        "--cuda --blank_len 60 --iters 50 --epochs 2",
+    ),
+    Program("pyGAT", "Diego999/pyGAT", "train.py", "--no-cuda --epochs 30", {"data/cora": "citations"}),
+    Program("grokking", "teddykoker/grokking", "train.py", "--budget 2000"),
+    Program("x-transformers copy", "lucidrains/x-transformers", "train_copy.py", seconds=18.0),
+    Program(
+        "VQ-VAE", "MishaLaskin/vqvae", "main.py", "--n_updates 100 --log_interval 20 --batch_size 16",
+        {"data": "cifar10"}, seconds=18.0,
+    ),
+    Program("pytorch-cifar", "kuangliu/pytorch-cifar", "main.py", data={"data": "cifar10"}, seconds=25.0),
 )  # fmt: skip
 """The programs, in the order in which they run."""

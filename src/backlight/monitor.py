@@ -179,12 +179,12 @@ class RunHandle:
         """Request that the next steps are recorded in detail."""
         self._session.alarm(step, cause)
 
-    def fact(self, rule: str) -> None:
+    def fact(self, rule: str, kind: str = "") -> None:
         """Report that something was recorded which ``rule`` reads, and which holds whatever follows.
 
-        The rule is evaluated at once.
+        The rule is evaluated at once, for each ``kind`` of what it reads.
         """
-        self._session.fact(rule)
+        self._session.fact(rule, kind)
 
     def abandon(self, reason: str) -> None:
         """End the watch, and keep nothing of it; the training goes on."""
@@ -311,8 +311,8 @@ class Monitor:
     def on_alarm(self, step: int, cause: str) -> None:
         """A monitor raised an alarm about a step, such as a gradient that is not finite."""
 
-    def on_fact(self, rule: str) -> None:
-        """A fact that ``rule`` reads was recorded; called on the thread that recorded it."""
+    def on_fact(self, rule: str, kind: str = "") -> None:
+        """A fact that ``rule`` reads was recorded, of one ``kind``; called on the thread that recorded it."""
 
     def on_flush(self) -> None:
         """Everything so far is on disk, where a reader sees it."""

@@ -52,6 +52,34 @@ def test_a_refuted_warning_is_not_new() -> None:
     assert new.take([WARNING]) == [WARNING]
 
 
+def test_each_kind_of_fact_of_one_rule_is_new_once() -> None:
+    new = NewFindings()
+    fact = replace(
+        WARNING,
+        title="The loader returns the same order at 2 epochs",
+        subject=Subject(step=7),
+        evidence=(Evidence("events/contradiction", 7, 2),),
+        rule="repeated_data",
+    )
+    other = replace(fact, title="The seed is set again at `train.py:3`", subject=Subject(step=8))
+    assert new.take([fact], facts={"repeated_data"}) == [fact]
+    assert new.take([fact, other], facts={"repeated_data"}) == [other]
+    later = [replace(fact, title="The loader returns the same order at 12 epochs"), other]
+    assert new.take(later, facts={"repeated_data"}) == new.rest(later) == []
+    assert new.rest([replace(fact, severity=Severity.ERROR)]) != []
+
+
+def test_a_fact_of_another_kind_is_evaluated_though_its_rule_has_reported() -> None:
+    live = LiveFindings()
+    live._new.know([replace(WARNING, rule="repeated_data")])
+    for kind in ("order", "seeded", "order"):
+        live.on_fact("repeated_data", kind)
+    assert list(live._due) == ["repeated_data"] * 2
+    live.on_fact("not_restored", "rate")
+    live.on_fact("not_restored", "rate")  # it has not reported so far
+    assert list(live._due)[2:] == ["not_restored"] * 2
+
+
 class Listening(Monitor):
     """Notes what is delivered."""
 

@@ -216,9 +216,9 @@ class AttachedRun:
             self.notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
         self.monitors.call("on_alarm", step, cause)
 
-    def fact(self, rule: str) -> None:
+    def fact(self, rule: str, kind: str) -> None:
         """Have ``rule`` evaluated as soon as what was recorded is on disk."""
-        self.monitors.call("on_fact", rule)
+        self.monitors.call("on_fact", rule, kind)
         self.thread.flush_soon()
 
     # At the end

@@ -9,6 +9,7 @@ where that takes long.
 from __future__ import annotations
 
 import atexit
+import re
 import threading
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Self
 from backlight import clock
 from backlight.findings.evaluate import Findings, as_reported, evaluate_rules, subjects_of
 from backlight.monitor import Output, RunHandle
+from backlight.monitors.correctness.model.facts import CONTRADICTION
 from backlight.records import Finding, Made, Severity
 from backlight.registry import RULES
 from backlight.store.format.schema import REPORTED
@@ -37,6 +39,9 @@ REST_FACTOR = 200.0
 END_TIMEOUT_S = 10.0
 """Seconds that the end of a run waits for an evaluation, and for what is done with its findings."""
 
+FACT_PATH = f"events/{CONTRADICTION}"
+"""Evidence of a finding on a fact of the training loop."""
+
 _Key = tuple[str, str | None]
 
 
@@ -45,8 +50,8 @@ class NewFindings:
 
     An error, and what rests on a fact, counts at once; a warning or a note once two evaluations in a row
     report it, since more steps may refute it. A finding about several parameters may name another of them
-    each time: it is known if an earlier one of that rule has evidence on its subject. One that has become
-    more severe is new again.
+    each time: it is known if an earlier one of that rule has evidence on its subject. Facts of one rule are
+    told apart by their titles without numbers and names. One that has become more severe is new again.
     """
 
     def __init__(self) -> None:
@@ -87,7 +92,10 @@ class NewFindings:
 
 
 def _key(finding: Finding) -> _Key:
-    return finding.rule, finding.subject.parameter or finding.subject.module
+    about = finding.subject.parameter or finding.subject.module
+    if any(evidence.path == FACT_PATH for evidence in finding.evidence):
+        return finding.rule, f"{about}: {re.sub(r'`[^`]*`|[0-9,.]+', '', finding.title)}"
+    return finding.rule, about
 
 
 class LiveFindings(Output):
@@ -101,6 +109,7 @@ class LiveFindings(Output):
         self._thread: BackgroundThread | None = None
         self._alarms: set[str] = set()
         self._facts: set[str] = set()
+        self._kinds: set[tuple[str, str]] = set()
         self._due: deque[str] = deque()
         self._ended, self._is_late = threading.Event(), False
         self._evaluations = _Evaluations()
@@ -136,9 +145,10 @@ class LiveFindings(Output):
         if not self._new.knows(cause):
             self._alarms.add(cause)
 
-    def on_fact(self, rule: str) -> None:
-        """Note the rule that is to be evaluated once the fact is on disk."""
-        if not self._new.knows(rule):
+    def on_fact(self, rule: str, kind: str = "") -> None:
+        """Note the rule that is to be evaluated once the fact is on disk, for each kind until it reports."""
+        if (rule, kind) not in self._kinds or not self._new.knows(rule):
+            self._kinds.add((rule, kind))
             self._due.append(rule)
 
     def on_flush(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -201,6 +202,28 @@ def new_head_on_a_frozen_model() -> None:
     train(nn.Sequential(backbone, nn.Linear(64, 3)).eval())
 
 
+class Stages(nn.Sequential):
+    """Stages of a backbone; ``train()`` sets the first ones, or all norms, to evaluation each time."""
+
+    def __init__(self, frozen: int, *, norm_eval: bool) -> None:
+        sizes = (4, 16, 16, 16)
+        stages = (
+            nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU(), nn.Dropout(0.1))
+            for a, b in pairwise(sizes)
+        )
+        super().__init__(*stages, nn.Linear(16, 3))
+        self.frozen, self.norm_eval = frozen, norm_eval
+
+    def train(self, mode: bool = True) -> Stages:
+        super().train(mode)
+        for stage in list(self)[: self.frozen]:
+            stage.eval().requires_grad_(False)
+        for module in self.modules():
+            if mode and self.norm_eval and isinstance(module, nn.BatchNorm1d):
+                module.eval()
+        return self
+
+
 def evaluated(
     model: nn.Module, evaluate: Callable[[Iterable[list[Tensor]]], object], epochs: int = 3
 ) -> None:
@@ -212,6 +235,37 @@ def evaluated(
     loop.before_epoch = lambda _: model.train()
     loop.after_epoch = torch.no_grad()(lambda _: evaluate(held_out))
     loop.run()
+
+
+def _evaluated_in_eval_mode(model: nn.Module) -> None:
+    """The optimizer holds all parameters, and is built before the first ``train()``."""
+
+    def evaluate(held_out: Iterable[list[Tensor]]) -> None:
+        model.eval()
+        for x, _ in held_out:
+            model(x)
+
+    evaluated(model, evaluate)
+
+
+@control
+def stages_frozen_by_train() -> None:
+    _evaluated_in_eval_mode(Stages(2, norm_eval=False))
+
+
+@control
+def stages_frozen_and_norms_in_evaluation_by_train() -> None:
+    _evaluated_in_eval_mode(Stages(1, norm_eval=True))
+
+
+@control
+def norms_in_evaluation_by_train() -> None:
+    _evaluated_in_eval_mode(Stages(0, norm_eval=True))
+
+
+@control
+def backbone_frozen_by_train_below_a_head() -> None:
+    _evaluated_in_eval_mode(nn.Sequential(Stages(4, norm_eval=True), nn.Dropout(0.1), nn.Linear(3, 3)))
 
 
 @fault(rule="module_modes", kind="evaluated_in_training", severity="warning", step=4, names="BatchNorm1d")

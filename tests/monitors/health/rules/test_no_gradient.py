@@ -160,3 +160,35 @@ def test_an_optimizer_without_any_gradient_does_not_fail_the_rule(tmp_path: Path
     assert [finding.subject.parameter for finding in found] == ["1.weight"]
     assert found[0].severity is Severity.ERROR
     assert "SGD of `1.weight` and `1.bias` steps and trains nothing" in found[0].detail
+
+
+class Encoder(nn.Module):
+    """A pretrained model with a head; another model is built from its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.body(x))
+
+
+@pytest.mark.parametrize("takes_parts", [True, False])
+def test_a_head_that_stays_behind_when_parts_are_taken_is_none(
+    takes_parts: bool, tmp_path: Path, evaluated: Any
+) -> None:
+    with backlight.watch(run=tmp_path / "run", every=1, quiet=True):
+        encoder = Encoder()
+        parts = nn.Sequential(*list(encoder.children())[:-1])
+        model = nn.Sequential(parts if takes_parts else encoder, nn.ReLU(), nn.Linear(6, 2))
+        held = [p for name, p in model.named_parameters() if "head" not in name]
+        optimizer = torch.optim.SGD(held, lr=0.1)
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()
+    run = backlight.open_run(tmp_path / "run")
+    assert sum("head" in p.name for p in run.parameters()) == 2
+    titles = [f.title for f in evaluated(run, "no_gradient")]
+    assert len(titles) == (not takes_parts)
+    assert all("head.weight" in title and "never received" in title for title in titles)

@@ -149,7 +149,7 @@ class Check(Listener):
         self._reports[type(fact)] += 1
         if self._reports[type(fact)] <= MAX_REPORTS:
             self.record(fact)
-            self.run.fact(fact.rule)
+            self.run.fact(fact.rule, fact.kind)
 
     @property
     def step(self) -> int:

@@ -140,6 +140,7 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     seen = {frame.names[i] for i in np.flatnonzero(measured_SP.any(axis=0))}
     records = run.parameters()
     missing = [p for p in records if p.name not in seen and p.numel > 0 and not _waits(p, run)]
+    missing = [p for p in missing if p.group or not _gave_its_parts(p, records)]
     reported, since = _reported(run), _unfrozen(run)
     has_groups = any(p.group for p in records)
     by_reason: dict[tuple[_Reason, int], list[ParameterRecord]] = {}
@@ -267,6 +268,16 @@ def _left_alone(records: Sequence[ParameterRecord], seen: Collection[str]) -> Pa
         return None
     weights = [p for p in records if p.module == trained[0].module and len(p.shape) > 1]
     return trained[0] if any(not p.requires_grad for p in weights) else None
+
+
+def _gave_its_parts(record: ParameterRecord, records: Sequence[ParameterRecord]) -> bool:
+    """Return whether all that is trained of a model is part of another one as well, such as a backbone.
+
+    ``nn.Sequential(*list(resnet.children())[:-1])`` leaves a head that belongs to nothing that runs.
+    """
+    root = record.name.partition(".")[0]
+    trained = [p for p in records if p.group and p.name.partition(".")[0] == root]
+    return bool(trained) and all(any(alias.partition(".")[0] != root for alias in p.aliases) for p in trained)
 
 
 def _has_adapters(run: Run) -> bool:
