@@ -31,7 +31,7 @@ from rich.table import Table
 
 from backlight.experiments.config import assigned, configure
 from backlight.experiments.runner import Loop, OffsetRecorder, build, measures_of, probe_of, run_experiment
-from backlight.monitors.grokking.instrument.tracker import Tracker
+from backlight.monitors.grokking.instrument.tracker import MeasureTracker
 from backlight.store.format.arrays import ArrayInfo, Filters, Stack, write_piece
 from backlight.store.read.run import open_run
 from backlight.store.write.writer import RunWriter
@@ -77,8 +77,8 @@ def added(name: str, changes: list[str], blocks: int, warm: int) -> tuple[float,
         sink = Logging(writer, 0)
         first, second = build(tracked), build(bare)
         measures = measures_of(tracked)
-        tracker = Tracker(measures, sink, probe_of(first, measures))
-        without = Tracker(measures_of(bare), Nothing())
+        tracker = MeasureTracker(measures, sink, probe_of(first, measures))
+        without = MeasureTracker(measures_of(bare), Nothing())
         loops = (
             Loop(first, duration, tracker, sink.log, lambda _s, _c: None),
             Loop(second, duration, without, lambda _s, _v: None, lambda _s, _c: None),

@@ -16,7 +16,7 @@ from typing_extensions import TypedDict  # before Python 3.12 pydantic reads no 
 
 from backlight.analysis.ab_test import ABTest
 from backlight.analysis.compare import Comparison
-from backlight.cli.doctor import Check
+from backlight.cli.doctor import Requirement
 from backlight.codec import NOT_FINITE
 from backlight.diagnose.explanations import Missing, NonFinite, Probes, Regions
 from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory
@@ -148,7 +148,7 @@ ANSWERS: Mapping[str, Any] = {
     "attach": _answer(Attached) | _answer(AttachedDumps) | _answer(AttachedJob),
     "check": _answer(Probes, findings=NotRequired[list[Finding]]) | _answer(Regions),
     "compare": _answer(Comparison) | _answer(ABTest) | _answer(_Overlaid),
-    "doctor": list[Check],
+    "doctor": list[Requirement],
     "findings": _Findings | _answer(StepSamples),
     "gram": _answer(GramRecord),
     "grok detect": _list(_Grokking | _NotEvaluated),

@@ -18,13 +18,13 @@ _PUBLIC = {
     "Run": "backlight.store.read.run",
     "Severity": "backlight.records",
     "SpectralEcho": "backlight.measure.spectra.measurement",
-    "StopTraining": "backlight.capture.stop_training",
+    "StopTraining": "backlight.capture.training_stop",
     "Watch": "backlight.session.watch",
     "collect": "backlight.monitors.health.instrument.collect",
     "collect_groups": "backlight.monitors.health.instrument.collect",
     "findings_of": "backlight.findings.evaluate",
     "gathered": "backlight.capture.model_state",
-    "gram": "backlight.monitors.grokking.instrument.gram.gram",
+    "gram": "backlight.monitors.grokking.instrument.gram.gram_measurement",
     "ntk": "backlight.monitors.grokking.instrument.gram.ntk",
     "open_run": "backlight.store.read.run",
     "outer_product": "backlight.measure.gram.outer",
@@ -61,12 +61,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from backlight.capture.model_state import gathered
-    from backlight.capture.stop_training import StopTraining
+    from backlight.capture.training_stop import StopTraining
     from backlight.findings.evaluate import findings_of
     from backlight.measure.gram.outer import outer_product
     from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
     from backlight.monitor import Monitor
-    from backlight.monitors.grokking.instrument.gram.gram import gram
+    from backlight.monitors.grokking.instrument.gram.gram_measurement import gram
     from backlight.monitors.grokking.instrument.gram.ntk import ntk
     from backlight.monitors.health.instrument.collect import Pending, collect, collect_groups
     from backlight.records import Evidence, Finding, Severity

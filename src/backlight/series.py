@@ -18,7 +18,7 @@ class Join(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class SeriesColumn:
     """One number per row of a series."""
 
     name: str
@@ -42,7 +42,7 @@ class SeriesSchema:
     """The columns of a series; the integer column ``measured`` (0 or 1) is always the first."""
 
     name: str
-    columns: tuple[Column, ...]
+    columns: tuple[SeriesColumn, ...]
     derived: tuple[Derived, ...] = ()
 
     @property
@@ -56,11 +56,11 @@ class SeriesSchema:
         return tuple(c.name for c in self.columns if c.integer)
 
 
-def _int(name: str, meaning: str) -> Column:
-    return Column(name, "1", Join.SUM, meaning, integer=True)
+def _int(name: str, meaning: str) -> SeriesColumn:
+    return SeriesColumn(name, "1", Join.SUM, meaning, integer=True)
 
 
-_MEASURED = Column(
+_MEASURED = SeriesColumn(
     "measured",
     "1",
     Join.MAX,
@@ -71,9 +71,9 @@ _MEASURED = Column(
 GRADIENT = SeriesSchema(
     "gradient",
     (
-        Column("norm", "gradient", Join.ROOT_SUM_SQUARES, "L2 norm, accumulated in float64"),
-        Column("max_abs", "gradient", Join.MAX, "largest absolute value; NaN if any value is NaN"),
-        Column("sum", "gradient", Join.SUM, "sum of the values, accumulated in float64"),
+        SeriesColumn("norm", "gradient", Join.ROOT_SUM_SQUARES, "L2 norm, accumulated in float64"),
+        SeriesColumn("max_abs", "gradient", Join.MAX, "largest absolute value; NaN if any value is NaN"),
+        SeriesColumn("sum", "gradient", Join.SUM, "sum of the values, accumulated in float64"),
         _MEASURED,
         _int("numel", "scalars in the local tensor"),
         _int("zeros", "values that are exactly zero"),
@@ -91,8 +91,8 @@ GRADIENT = SeriesSchema(
 UPDATE = SeriesSchema(
     "update",
     (
-        Column("update_norm", "weight", Join.ROOT_SUM_SQUARES, "L2 norm of the step taken, sampled"),
-        Column("weight_norm", "weight", Join.ROOT_SUM_SQUARES, "L2 norm of the same weights before"),
+        SeriesColumn("update_norm", "weight", Join.ROOT_SUM_SQUARES, "L2 norm of the step taken, sampled"),
+        SeriesColumn("weight_norm", "weight", Join.ROOT_SUM_SQUARES, "L2 norm of the same weights before"),
         _MEASURED,
         _int("sampled", "weights in the fixed strided sample"),
         _int("numel", "weights in the tensor; the numbers are exact where sampled = numel"),

@@ -6,7 +6,7 @@ import pytest
 
 from backlight.cli import doctor
 from backlight.cli.console import print_answer
-from backlight.cli.doctor import Check, answer
+from backlight.cli.doctor import Requirement, answer
 
 
 @pytest.mark.parametrize(
@@ -27,10 +27,10 @@ def test_release_of_torch(version: str, state: str, meaning: str, monkeypatch: p
 
 
 CHECKS = [
-    Check("torch", "ok", "2.13.0", "training scripts can be watched", required=True),
-    Check("device", "ok", "CPU, 2 threads", ""),
-    Check("disk", "limited", "0.5 GB free here", "use --max-disk"),
-    *(Check(f"[{index}]", "optional", "no x", "use") for index in range(40)),
+    Requirement("torch", "ok", "2.13.0", "training scripts can be watched", required=True),
+    Requirement("device", "ok", "CPU, 2 threads", ""),
+    Requirement("disk", "limited", "0.5 GB free here", "use --max-disk"),
+    *(Requirement(f"[{index}]", "optional", "no x", "use") for index in range(40)),
 ]
 
 
@@ -46,7 +46,9 @@ def test_verdict_comes_first_and_the_rest_is_left_to_full(capsys: pytest.Capture
 
 
 def test_missing_torch_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    missing = Check("torch", "missing", "not installed", "runs can be read, not recorded", required=True)
+    missing = Requirement(
+        "torch", "missing", "not installed", "runs can be read, not recorded", required=True
+    )
     print_answer(answer([missing]), as_json=False)
     line = capsys.readouterr().out.splitlines()[0]
     assert line == "✕ torch: not installed; runs can be read, not recorded"

@@ -18,7 +18,7 @@ from rich.console import Console
 import backlight
 from backlight.cli.render.run_list import print_runs
 from backlight.records import Evidence, Finding, RunStatus, Severity, Subject
-from backlight.store.format.manifest import Summary, read_manifest
+from backlight.store.format.manifest import ListedSummary, read_manifest
 from backlight.store.format.schema import EVALUATED
 from backlight.store.read.run_list import ListedRun, list_runs
 from cases import build, loop
@@ -214,7 +214,7 @@ def test_a_summary_counts_only_while_the_files_are_those_of_the_end(tmp_path: Pa
     folder = run / "attempt-000"
     database = folder / "rank-00000.db"
     manifest = read_manifest(run)
-    summary = dataclasses.replace(manifest.attempts[0].summary or Summary(), loss=7.0)
+    summary = dataclasses.replace(manifest.attempts[0].summary or ListedSummary(), loss=7.0)
     for stated, loss in (
         (summary, 7.0), (dataclasses.replace(summary, size=summary.size + 1), 0.5),
         (dataclasses.replace(summary, changed=summary.changed + 1), 0.5),

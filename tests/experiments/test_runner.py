@@ -20,7 +20,7 @@ from backlight.experiments import runner
 from backlight.experiments.config import Configuration, ConfigurationError, assigned, configure
 from backlight.experiments.cost import MEASURED as MEASURED_PARTS
 from backlight.experiments.cost import Choice, Cost, DoesNotFitError, Estimate, choose, estimate_of
-from backlight.experiments.runner import Progress, run_experiment
+from backlight.experiments.runner import TrainingProgress, run_experiment
 from backlight.monitors.grokking.model.measures import TIERS, at_tier
 from backlight.monitors.grokking.panels.influence import influence, summed_influences
 from backlight.monitors.grokking.settings import Measures
@@ -49,13 +49,13 @@ def configuration(*more: str) -> Configuration:
 
 
 @pytest.fixture(scope="module")
-def reports() -> list[Progress]:
+def reports() -> list[TrainingProgress]:
     """Return what ``whole`` reported while it ran."""
     return []
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, reports: list[Progress]) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory, reports: list[TrainingProgress]) -> Path:
     path = tmp_path_factory.mktemp("runs") / "whole"
     return run_experiment(configuration(), path, on_progress=reports.append)
 
@@ -76,7 +76,7 @@ def assert_same(path: Path, other: Path) -> None:
 
 
 @pytest.mark.slow
-def test_run_holds_status_facts_and_series(whole: Path, reports: list[Progress]) -> None:
+def test_run_holds_status_facts_and_series(whole: Path, reports: list[TrainingProgress]) -> None:
     run = backlight.open_run(whole)
     assert run.status is RunStatus.FINISHED
     assert run.losses == ()

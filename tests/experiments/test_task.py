@@ -14,7 +14,7 @@ from torch import nn
 from backlight.experiments import config
 from backlight.experiments.checkpoints import restore, training_state
 from backlight.experiments.data.algorithmic import NO_TOKEN
-from backlight.experiments.experiment import EXPERIMENTS, Settings
+from backlight.experiments.experiment import EXPERIMENTS, Setup
 from backlight.experiments.models import Decoder, Gpt
 from backlight.experiments.published import levi
 from backlight.experiments.published.minegishi import magnitude_masks, shuffled_masks
@@ -310,7 +310,7 @@ def closed_form(difference, samples, lr, step):
 @pytest.mark.slow
 def test_levi_follows_its_closed_form():
     data = levi.Data(inputs=30, outputs=2, train_size=40, test_size=10)
-    task = built("levi", Settings(data, levi.Model(), levi.Training(lr=0.2, tolerance=1e-3)))
+    task = built("levi", Setup(data, levi.Model(), levi.Training(lr=0.2, tolerance=1e-3)))
     samples, targets = task.split.train_inputs, task.split.train_labels
     teacher = torch.linalg.lstsq(samples, targets).solution.T
     start = task.model.weight.detach() - teacher

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backlight.measure import transfer as module
-from backlight.measure.transfer import AsyncCopy, Pending, TransferBatch, start_copy
+from backlight.measure.transfer import AsyncCopy, PendingArrays, TransferBatch, start_copy
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ class Event:
 
 def pending_of(event, host):
     numbers = np.ones((1, 1), dtype=np.int64)
-    return Pending([AsyncCopy(host, event, host)], lambda received: (received[0][None], numbers))
+    return PendingArrays([AsyncCopy(host, event, host)], lambda received: (received[0][None], numbers))
 
 
 def test_pending_waits_only_when_read():
@@ -115,7 +115,7 @@ def test_reading_frees_memory_of_device():
     source, released = torch.ones(3), []
     weakref.finalize(source, released.append, True)
     numbers = (np.zeros((0, 3)), np.zeros((0, 5), dtype=np.int64))
-    pending = Pending([AsyncCopy(torch.ones(3), None, source)], lambda received: numbers)
+    pending = PendingArrays([AsyncCopy(torch.ones(3), None, source)], lambda received: numbers)
     del source
     assert released == []
     pending.arrays()
@@ -129,7 +129,7 @@ def test_several_threads_finish_once():
         calls.append(received)
         return np.zeros((0, 3)), np.zeros((0, 5), dtype=np.int64)
 
-    pending = Pending([], finish)
+    pending = PendingArrays([], finish)
     threads = [threading.Thread(target=pending.arrays) for _ in range(8)]
     for thread in threads:
         thread.start()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from packed import unpack
 
-from backlight.report.encoding import PRECISION, pack, pack_log, pack_share, script_json
+from backlight.report.page_codec import PRECISION, pack, pack_log, pack_share, script_json
 
 RANDOM = np.random.default_rng(0).uniform(0, 200, (5, 7))
 DTYPES = (np.float64, np.float32, np.uint16, np.int32, np.uint8, np.bool_)

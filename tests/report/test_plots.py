@@ -76,7 +76,7 @@ def test_unmeasured_cells_are_masked(full: Source) -> None:
 @pytest.mark.slow
 def test_memorisation_and_generalisation_are_marked(tmp_path: Path) -> None:
     from backlight.analysis.report import source_of
-    from backlight.monitors.grokking.panels.learning import analysis_of
+    from backlight.monitors.grokking.panels.learning_curves import analysis_of
 
     source = source_of(write_grokking_run(tmp_path / "run", Grok(steps=1500, geometry=False)))
     panel, result = drawn(source, "learning_curves")

@@ -305,7 +305,7 @@ def _mean_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def _same(table: stored.Table, expected: SpectralEcho) -> bool:
+def _same(table: stored.SpectraTable, expected: SpectralEcho) -> bool:
     # In layers with few directions, rounding decides how weaker ones are matched over replicates.
     k = expected.identifiable
     noise, wanted = table.measurement, expected.noise
@@ -319,7 +319,7 @@ def _same(table: stored.Table, expected: SpectralEcho) -> bool:
     return all(np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True) for one, other in pairs)
 
 
-def _numbers(table: stored.Table, expected: list[SpectralEcho]) -> str:
+def _numbers(table: stored.SpectraTable, expected: list[SpectralEcho]) -> str:
     found = [table.singular_values, table.measurement.numbers, table["pooled"]]
     return f"{found}, not any of {[(o.singular_values, o.noise, o.pooled) for o in expected]}"
 

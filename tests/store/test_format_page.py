@@ -11,8 +11,8 @@ import pytest
 from backlight.series import HISTOGRAM, SERIES
 from backlight.store.export import ENDINGS
 from backlight.store.filesystem import ProcessIdentity
-from backlight.store.format import encoding
-from backlight.store.format.manifest import AttemptEntry, Manifest, Progress, Summary
+from backlight.store.format import row_codec
+from backlight.store.format.manifest import AttemptEntry, ListedSummary, Manifest, Progress
 from backlight.store.format.schema import ARRAY_ENCODINGS, FORMAT_VERSION, SCALARS, TABLES
 from backlight.store.read.columnar import Index, RankIndex
 from backlight.store.read.run import open_run
@@ -35,7 +35,7 @@ def test_page_describes_the_current_format_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "record", [Manifest, AttemptEntry, Progress, Summary, ProcessIdentity, Index, RankIndex]
+    "record", [Manifest, AttemptEntry, Progress, ListedSummary, ProcessIdentity, Index, RankIndex]
 )
 def test_page_lists_every_manifest_field(record: type) -> None:
     assert missing([field.name for field in dataclasses.fields(record)]) == []
@@ -61,7 +61,7 @@ def test_page_lists_every_scalar() -> None:
 
 
 def test_page_lists_every_letter_and_encoding() -> None:
-    assert missing([*encoding._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
+    assert missing([*row_codec._WIDTHS, "c", "n", *ARRAY_ENCODINGS]) == []
 
 
 def test_page_lists_every_export(tmp_path: Path) -> None:

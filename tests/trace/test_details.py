@@ -14,7 +14,7 @@ import pytest
 
 from backlight.trace.analysis import Analysis, RankAnalysis, analyse
 from backlight.trace.answer import answer
-from backlight.trace.device_queues import FULL_QUEUE, Spread
+from backlight.trace.device_queues import FULL_QUEUE, TimeSpread
 from backlight.trace.module_times import MIN_STEPS
 from backlight.trace.reader import read_trace
 from synthetic_traces import REAL, SKIP_REASON, TraceBuilder
@@ -49,7 +49,7 @@ def test_launches_queues_and_streams(analysed: Analyse) -> None:
     found = analysed(builder)
     (row,) = found.launches
     assert (row.name, row.calls, row.short) == ("cudaLaunchKernel", 4, 1)
-    assert row.call == Spread(5 * US, 5 * US, 5 * US, 5 * US)
+    assert row.call == TimeSpread(5 * US, 5 * US, 5 * US, 5 * US)
     assert (row.delay.min, row.delay.median, row.delay.max) == (5 * US, 140 * US, 275 * US)
     queues = {one.stream: one for one in found.streams}
     assert [one.stream for one in found.streams] == [20, 7]
@@ -258,6 +258,6 @@ def test_optimizers_are_apart_with_their_time_per_step(steps: int, analysed: Ana
     if steps < MIN_STEPS:
         assert (muon.device_per_step, muon.host_per_step) == (None, None)
     else:
-        assert muon.device_per_step == Spread.of(np.arange(10, 20) * US)
-        assert adamw.device_per_step == Spread(5 * US, 5 * US, 5 * US, 5 * US)
-        assert adamw.host_per_step == Spread(300 * US, 300 * US, 300 * US, 300 * US)
+        assert muon.device_per_step == TimeSpread.of(np.arange(10, 20) * US)
+        assert adamw.device_per_step == TimeSpread(5 * US, 5 * US, 5 * US, 5 * US)
+        assert adamw.host_per_step == TimeSpread(300 * US, 300 * US, 300 * US, 300 * US)

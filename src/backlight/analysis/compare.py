@@ -10,14 +10,14 @@ import numpy as np
 
 from backlight.analysis.fingerprint_diff import (
     LETTERS,
-    Difference,
+    FingerprintDifference,
     Role,
     assign_roles,
     differences,
     normalize,
 )
 from backlight.analysis.side_by_side import (
-    Row,
+    MatchedRow,
     common_steps,
     is_equal_at,
     last_part,
@@ -209,7 +209,7 @@ class Side:
 
 
 @dataclass(frozen=True)
-class FindingRow:
+class ComparedFinding:
     """A finding of some runs: ``present`` are their letters, ``unknown`` those that lacked its monitor."""
 
     severity: Severity
@@ -230,14 +230,14 @@ class Comparison:
 
     runs: tuple[Side, ...]
     headline: str
-    differences: tuple[Difference, ...]
+    differences: tuple[FingerprintDifference, ...]
     notes: tuple[str, ...]
     steps: tuple[int, int] | None
-    rows: tuple[Row, ...]
-    parameters: tuple[Row, ...]
+    rows: tuple[MatchedRow, ...]
+    parameters: tuple[MatchedRow, ...]
     times: tuple[TimeComparison, ...]
     kinds: TimeComparison | None
-    findings: tuple[FindingRow, ...]
+    findings: tuple[ComparedFinding, ...]
 
 
 def compare(runs: Sequence[Run], *, strict: bool = False, factor: str | None = None) -> Comparison:
@@ -285,7 +285,7 @@ def _side(letter: str, run: Run) -> Side:
     )  # fmt: skip
 
 
-def _differences(runs: Sequence[Run]) -> list[Difference]:
+def _differences(runs: Sequence[Run]) -> list[FingerprintDifference]:
     prints = [each for run in runs if (each := run.fingerprint()) is not None]
     diffs = []
     if len(prints) == len(runs):
@@ -293,11 +293,11 @@ def _differences(runs: Sequence[Run]) -> list[Difference]:
     diffs += _rates(runs)
     monitors = tuple(", ".join(run.monitors) or "none" for run in runs)
     if len(set(monitors)) > 1:
-        diffs.append(Difference("monitors", "monitors", monitors, Role.NOTE))
+        diffs.append(FingerprintDifference("monitors", "monitors", monitors, Role.NOTE))
     return diffs
 
 
-def _rates(runs: Sequence[Run]) -> Iterator[Difference]:
+def _rates(runs: Sequence[Run]) -> Iterator[FingerprintDifference]:
     """Yield differences of recorded learning rates, which a script may change without an argument."""
     for name, label in learning_rates(runs).items():
         steps, values = common_steps([read_scalar(run, name) for run in runs])
@@ -306,10 +306,10 @@ def _rates(runs: Sequence[Run]) -> Iterator[Difference]:
             first = int(differing[0])
             shown = tuple(f"{value:g}" for value in values[:, first])
             at = f"differs from step {steps[first]} on" if steps[first] else ""
-            yield Difference(f"lr.{name}", label, shown, remark=at)
+            yield FingerprintDifference(f"lr.{name}", label, shown, remark=at)
 
 
-def _check(runs: Sequence[Run], diffs: Sequence[Difference], factor: str | None) -> None:
+def _check(runs: Sequence[Run], diffs: Sequence[FingerprintDifference], factor: str | None) -> None:
     """Raise where a strict comparison refuses the runs."""
     unknown = [run.location for run in runs if run.fingerprint() is None]
     if unknown:
@@ -327,7 +327,7 @@ def _check(runs: Sequence[Run], diffs: Sequence[Difference], factor: str | None)
         raise ComparabilityError(f"--factor {factor}: it is the same in all runs, or none of them has it")
 
 
-def _headline(runs: Sequence[Run], diffs: Sequence[Difference]) -> str:
+def _headline(runs: Sequence[Run], diffs: Sequence[FingerprintDifference]) -> str:
     if any(run.fingerprint() is None for run in runs):
         return "Whether the configurations agree is not known."
     parameters = [{(p.name, p.shape) for p in run.parameters()} for run in runs]
@@ -341,7 +341,7 @@ def _headline(runs: Sequence[Run], diffs: Sequence[Difference]) -> str:
 
 
 def _notes(
-    runs: Sequence[Run], diffs: Sequence[Difference], times: Sequence[TimeComparison]
+    runs: Sequence[Run], diffs: Sequence[FingerprintDifference], times: Sequence[TimeComparison]
 ) -> Iterator[str]:
     for letter, run in zip(LETTERS, runs, strict=False):
         if lacks := lacking(run):
@@ -359,7 +359,7 @@ def _notes(
     yield from _work(diffs, times)
 
 
-def _first_differences(runs: Sequence[Run], diffs: Sequence[Difference]) -> Iterator[str]:
+def _first_differences(runs: Sequence[Run], diffs: Sequence[FingerprintDifference]) -> Iterator[str]:
     """Yield from which step on loss and gradient norm differ, or that something had no effect on them."""
     identical, amount = [], 0
     for name, label in (("loss", "loss"), ("total_norm", "gradient norm")):
@@ -384,7 +384,7 @@ def _first_differences(runs: Sequence[Run], diffs: Sequence[Difference]) -> Iter
         yield f"{' and '.join(identical).capitalize()} {verb} identical at all {amount} common steps{why}."
 
 
-def _work(diffs: Sequence[Difference], times: Sequence[TimeComparison]) -> Iterator[str]:
+def _work(diffs: Sequence[FingerprintDifference], times: Sequence[TimeComparison]) -> Iterator[str]:
     """Yield what a difference of step times may rest on besides speed."""
     if not any(each.rows for each in times):
         return
@@ -401,7 +401,7 @@ def _work(diffs: Sequence[Difference], times: Sequence[TimeComparison]) -> Itera
         yield f"The step times are of different machines ({', '.join(machines)})."
 
 
-def _findings(runs: Sequence[Run]) -> Iterator[FindingRow]:
+def _findings(runs: Sequence[Run]) -> Iterator[ComparedFinding]:
     """Yield each finding that is no hint, in order; one of a rule and subject in several runs once."""
     by_subject: dict[tuple[str, str, str], tuple[Finding, list[str]]] = {}
     for letter, run in zip(LETTERS, runs, strict=False):
@@ -418,4 +418,4 @@ def _findings(runs: Sequence[Run]) -> Iterator[FindingRow]:
             for letter, run in zip(LETTERS, runs, strict=False)
             if run.monitors and finding.monitor not in run.monitors and letter not in present
         ]
-        yield FindingRow(finding.severity, finding.rule, finding.title, tuple(present), tuple(unknown))
+        yield ComparedFinding(finding.severity, finding.rule, finding.title, tuple(present), tuple(unknown))

@@ -7,8 +7,8 @@ from functools import partial
 from operator import itemgetter
 
 from backlight.analysis.ab_test import ABTest
-from backlight.analysis.compare import Comparison, FindingRow
-from backlight.analysis.side_by_side import Row
+from backlight.analysis.compare import ComparedFinding, Comparison
+from backlight.analysis.side_by_side import MatchedRow
 from backlight.answer import Answer, Column, Table, indexed, word
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow
 from backlight.text import count, duration, listed, number
@@ -76,7 +76,7 @@ def _of(times: TimeComparison, letters: Sequence[str]) -> str:
     return f" of {times.names[1]}" if len(letters) > 2 else ""
 
 
-def _series(title: str, rows: Sequence[Row], letters: Sequence[str], notes: tuple[str, ...]) -> Table:
+def _series(title: str, rows: Sequence[MatchedRow], letters: Sequence[str], notes: tuple[str, ...]) -> Table:
     sides = (Column(letter, partial(_side, side), str) for side, letter in enumerate(letters))
     ratio = [Column("B÷A", "ratio", lambda value: f"{value:.3f}")] if len(letters) == 2 else []
     return Table((word(title, "name"), *sides, *ratio), rows, brief=60, notes=notes)
@@ -102,7 +102,7 @@ def _interval(row: TimeRow) -> str:
     return row.text.partition(" ")[2].strip("()")
 
 
-def _side(side: int, row: Row) -> str:
+def _side(side: int, row: MatchedRow) -> str:
     return row.texts[side]
 
 
@@ -136,7 +136,7 @@ def _losses(comparison: Comparison) -> list[str]:
     return [label for before, _, label in names if label and not before]
 
 
-def _loss_line(comparison: Comparison, rows: Mapping[str, Row], label: str) -> str:
+def _loss_line(comparison: Comparison, rows: Mapping[str, MatchedRow], label: str) -> str:
     final, best, steps = (rows[f"{which} {label}"] for which in ("final", "best", "step of the best"))
     if final.is_equal and best.is_equal:
         return f"Final {label}: {final.texts[0]} in all runs; best: {best.texts[0]}."
@@ -144,7 +144,7 @@ def _loss_line(comparison: Comparison, rows: Mapping[str, Row], label: str) -> s
     return f"Final {label}: {_by_run(comparison, final)}; best: {_by_run(comparison, best, bests)}."
 
 
-def _by_run(comparison: Comparison, row: Row, texts: Sequence[str] = ()) -> str:
+def _by_run(comparison: Comparison, row: MatchedRow, texts: Sequence[str] = ()) -> str:
     rows = zip(comparison.runs, row.values, texts or row.texts, strict=True)
     return listed([f"{side.letter} {text}" for side, value, text in rows if value is not None], RUNS)
 
@@ -169,7 +169,7 @@ def _facts(comparison: Comparison, verdict: str) -> list[str]:
     return [*lines, *comparison.notes[2:]]
 
 
-def _other_rows(comparison: Comparison) -> list[Row]:
+def _other_rows(comparison: Comparison) -> list[MatchedRow]:
     losses = tuple(f" {label}" for label in _losses(comparison))
     return [row for row in comparison.rows if not row.name.endswith(losses)]
 
@@ -208,7 +208,7 @@ def _runs(comparison: Comparison) -> Iterator[str]:
         yield f"and {count(len(comparison.runs) - RUNS, 'more run')}"
 
 
-def _slashed_rows(title: str, rows: Sequence[Row]) -> Iterator[str]:
+def _slashed_rows(title: str, rows: Sequence[MatchedRow]) -> Iterator[str]:
     yield from _listed(title, [f"{row.name} {_slashed(row.texts)}" for row in rows if not row.is_equal])
 
 
@@ -239,6 +239,6 @@ def _are_complete(comparison: Comparison) -> bool:
     return not any(side.lacks for side in comparison.runs)
 
 
-def _only_in(row: FindingRow) -> str:
+def _only_in(row: ComparedFinding) -> str:
     unknown = f" ({', '.join(row.unknown)} not checked)" if row.unknown else ""
     return f"{', '.join(row.present)}{unknown}"

@@ -55,7 +55,7 @@ class Role(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Difference:
+class FingerprintDifference:
     """One field in which runs differ, such as ``arguments.--lr``, with its value in each run.
 
     ``name`` is the field as it is printed; ``remark`` adds what the values do not show.
@@ -78,7 +78,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 """Shapes of parameters by name."""
 
 
-def differences(prints: Sequence[Fingerprint], shapes: Sequence[Shapes] = ()) -> list[Difference]:
+def differences(prints: Sequence[Fingerprint], shapes: Sequence[Shapes] = ()) -> list[FingerprintDifference]:
     """Return every field in which fingerprints differ, before roles are assigned.
 
     ``shapes`` are those of the runs: they show what differs where the names of all modules agree.
@@ -97,7 +97,7 @@ def differences(prints: Sequence[Fingerprint], shapes: Sequence[Shapes] = ()) ->
     if len({each.module_hash for each in prints}) > 1:
         trees = describe_trees([dict(each.modules) for each in prints])
         values = trees or describe_shapes(shapes or [{} for _ in prints])
-        diffs.append(Difference("modules", "modules" if trees else "shapes", values))
+        diffs.append(FingerprintDifference("modules", "modules" if trees else "shapes", values))
     diffs += _of("parameter_count", "parameters", [f"{each.parameter_count:,}" for each in prints])
     diffs += _of("device", "device", [each.device for each in prints])
     diffs += _of("world_size", "ranks", [str(each.world_size) for each in prints])
@@ -114,7 +114,7 @@ def _types(dtypes: Mapping[str, int]) -> str:
     return ", ".join(dtypes if len(dtypes) < 2 else (f"{name} {of:,}" for name, of in dtypes.items()))
 
 
-def _remark(difference: Difference, ignored: Mapping[str, str]) -> str:
+def _remark(difference: FingerprintDifference, ignored: Mapping[str, str]) -> str:
     """Return why an argument that should have shaped the model did not, with what it should have changed."""
     field, _, key = difference.field.partition(".")
     if field == "arguments":
@@ -122,7 +122,7 @@ def _remark(difference: Difference, ignored: Mapping[str, str]) -> str:
     return "; ".join(ignored.values()) if field == "modules" else ""
 
 
-def assign_roles(diffs: list[Difference], factor: str | None) -> list[Difference]:
+def assign_roles(diffs: list[FingerprintDifference], factor: str | None) -> list[FingerprintDifference]:
     """Assign each difference its role: what the named factor explains is no obstacle.
 
     What an argument may change, such as the module tree, is its consequence, provided that the script and all
@@ -141,7 +141,7 @@ def assign_roles(diffs: list[Difference], factor: str | None) -> list[Difference
     ]
 
 
-def _with_role(difference: Difference, factor: str | None) -> Difference:
+def _with_role(difference: FingerprintDifference, factor: str | None) -> FingerprintDifference:
     head, _, key = difference.field.partition(".")
     if difference.role is not Role.OBSTACLE:
         return difference
@@ -182,13 +182,15 @@ def arguments(tokens: tuple[str, ...]) -> dict[str, str]:
     return {key: value or "given" for key, value in read.items()}
 
 
-def _of(field: str, name: str, values: Sequence[str]) -> list[Difference]:
+def _of(field: str, name: str, values: Sequence[str]) -> list[FingerprintDifference]:
     if len(set(values)) < 2:
         return []
-    return [Difference(field, name, tuple(value or "unknown" for value in values))]
+    return [FingerprintDifference(field, name, tuple(value or "unknown" for value in values))]
 
 
-def _by_key(field: str, maps: Sequence[Mapping[str, str]], absent: str = "none") -> list[Difference]:
+def _by_key(
+    field: str, maps: Sequence[Mapping[str, str]], absent: str = "none"
+) -> list[FingerprintDifference]:
     keys = dict.fromkeys(key for each in maps for key in each)
     rows = [_of(f"{field}.{key}", key, [str(each.get(key, absent)) for each in maps]) for key in keys]
     return [row for differing in rows for row in differing]

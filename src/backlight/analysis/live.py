@@ -13,7 +13,7 @@ from pathlib import Path
 from backlight.analysis.report import source_of
 from backlight.findings.evaluate import findings_of
 from backlight.records import Finding
-from backlight.report.live.follower import Followed
+from backlight.report.live.follower import FollowedRun
 from backlight.report.live.overlay import Several
 from backlight.report.source import Source
 from backlight.store.format.names import MANIFEST
@@ -23,13 +23,13 @@ CELLS = 200_000
 """Cells of a heat map on a live page: as fine as a screen, and few enough to be sent repeatedly."""
 
 
-def followed(paths: Sequence[Path]) -> list[Followed]:
+def followed(paths: Sequence[Path]) -> list[FollowedRun]:
     """Return each run to be followed; nothing is read yet."""
     for path in paths:
         # An empty directory may become a run.
         if not path.is_dir() or ((path / MANIFEST).is_file() or any(path.iterdir())):
             open_run(path)  # raises with the reason
-    return [Followed(path, findings_of, _source, open_growing()) for path in paths]
+    return [FollowedRun(path, findings_of, _source, open_growing()) for path in paths]
 
 
 def _source(run: Run, findings: Sequence[Finding]) -> Source:
@@ -56,11 +56,11 @@ def open_browser(address: str) -> Iterator[None]:
 class Live:
     """Pages of ``runs``, followed and served until :meth:`close`."""
 
-    def __init__(self, runs: Sequence[Followed], port: int = 0) -> None:
+    def __init__(self, runs: Sequence[FollowedRun], port: int = 0) -> None:
         # Deferred: `backlight top` needs no server, nor the packages of one.
         from backlight.report.live.server import LiveServer  # noqa: PLC0415
 
-        subjects: dict[str, Followed | Several] = {f"run-{index}": run for index, run in enumerate(runs)}
+        subjects: dict[str, FollowedRun | Several] = {f"run-{index}": run for index, run in enumerate(runs)}
         if len(runs) > 1:
             subjects = {"over": Several(runs), **subjects}
         self._runs = tuple(runs)

@@ -31,7 +31,7 @@ Series = tuple[NDArray[np.int64], NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
-class Row:
+class MatchedRow:
     """One number of each run, None where it was not measured; ``ratio`` is B over A, of two runs."""
 
     name: str
@@ -60,20 +60,20 @@ def last_part(runs: Sequence[Run]) -> tuple[int, int] | None:
     return None
 
 
-def series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
+def series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[MatchedRow]:
     """Yield the numbers of which at least one run has a value, with medians over the given steps."""
     for row in _series_rows(runs, steps):
         if any(value is not None for value in row.values):
             yield row
 
 
-def _series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
+def _series_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[MatchedRow]:
     losses = losses_by_label(runs)
     for label, each in losses.items():
         best = [_lowest(loss) for loss in each]
         yield _row(f"final {label}", "1", [_last(loss) for loss in each])
         yield _row(f"best {label}", "1", [value for _, value in best])
-        yield Row(f"step of the best {label}", "", tuple(step for step, _ in best))
+        yield MatchedRow(f"step of the best {label}", "", tuple(step for step, _ in best))
     if steps is not None:
         series: dict[str, list[Series]] = {
             **{f"median {label}": each for label, each in losses.items()},
@@ -114,7 +114,7 @@ def learning_rates(runs: Sequence[Run]) -> dict[str, str]:
     return {name: f"learning rate of {' or '.join(of)}" for name, of in labels.items()}
 
 
-def parameter_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[Row]:
+def parameter_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterator[MatchedRow]:
     """Yield the parameters of one name and shape whose medians differ most, per column."""
     if steps is None:
         return
@@ -138,16 +138,16 @@ def parameter_rows(runs: Sequence[Run], steps: tuple[int, int] | None) -> Iterat
         ]
 
 
-def _spread(row: Row) -> float:
+def _spread(row: MatchedRow) -> float:
     """Return the logarithm of the largest over the smallest value; 0 where one is missing or not positive."""
     values = [value for value in row.values if value is not None and 0 < value < math.inf]
     return math.log(max(values) / min(values)) if len(values) == len(row.values) else 0.0
 
 
-def _row(name: str, unit: str, values: Sequence[float | None]) -> Row:
+def _row(name: str, unit: str, values: Sequence[float | None]) -> MatchedRow:
     pair = [value for value in values if value is not None and math.isfinite(value)]
     ratio = pair[1] / pair[0] if len(values) == len(pair) == 2 and pair[0] else None
-    return Row(name, unit, tuple(values), ratio)
+    return MatchedRow(name, unit, tuple(values), ratio)
 
 
 def losses_by_label(runs: Sequence[Run]) -> dict[str, list[Series]]:

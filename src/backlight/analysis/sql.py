@@ -25,7 +25,7 @@ from backlight.store.export import (
     write_rows,
 )
 from backlight.store.read.run import Run
-from backlight.store.tables import Table, tables_of
+from backlight.store.tables import StoredTable, tables_of
 from backlight.text import visible
 
 _CONFIGURATION: dict[str, str | bool | int | float | list[str]] = {
@@ -61,7 +61,7 @@ def _plain(number: Decimal) -> int | float:
     return int(number) if number == number.to_integral_value() else float(number)
 
 
-def tables(run: Run) -> dict[str, Table]:
+def tables(run: Run) -> dict[str, StoredTable]:
     """Return the tables by name; findings are evaluated now."""
     return tables_of(run, lambda: findings_of(run))
 
@@ -85,7 +85,7 @@ def query(run: Run, statement: str) -> Iterator[QueryResult]:
         connection.close()
 
 
-def _execute(duckdb: Any, connection: Any, statement: str, by_name: Mapping[str, Table]) -> QueryResult:
+def _execute(duckdb: Any, connection: Any, statement: str, by_name: Mapping[str, StoredTable]) -> QueryResult:
     try:
         statements = connection.extract_statements(statement)
         if len(statements) != 1 or statements[0].type != duckdb.StatementType.SELECT:
@@ -101,7 +101,7 @@ def _execute(duckdb: Any, connection: Any, statement: str, by_name: Mapping[str,
         raise QueryError(_explain(str(error), statement, by_name)) from None
 
 
-def _explain(message: str, statement: str, by_name: Mapping[str, Table]) -> str:
+def _explain(message: str, statement: str, by_name: Mapping[str, StoredTable]) -> str:
     """Return one line: the message of DuckDB, and the known names."""
     first = message.strip().splitlines()[0].strip()
     if "column" in first.casefold() or "Binder Error" in first:
@@ -122,7 +122,7 @@ class _Scan:
     still run Python when the interpreter ends, which aborts the process.
     """
 
-    table: Table
+    table: StoredTable
     wanted: set[str]
     columns: list[str]
     filter: Any
@@ -145,7 +145,7 @@ class _Scan:
             yield from rows.select(self.columns).to_batches()
 
 
-def _view(table: Table) -> Any:
+def _view(table: StoredTable) -> Any:
     """Return an object that DuckDB treats as an Arrow dataset; it passes columns and filter of each scan."""
     import pyarrow.dataset as ds  # noqa: PLC0415 - an optional library
 

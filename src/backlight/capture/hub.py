@@ -195,7 +195,7 @@ class Listener:
     def loss_given(self, function: str, inputs: torch.Tensor) -> None:
         """The function ``cross_entropy_loss`` or ``kl_div`` is called; only where a listener observes it."""
 
-    def transferred(self, transfer: transfers.Transfer) -> None:
+    def transferred(self, transfer: transfers.RankTransfer) -> None:
         """A collective or a receive has ended, or a send begins."""
 
     def batch_begin(self, source: int) -> None:

@@ -151,7 +151,7 @@ Call = tuple[int, tuple[int, ...]]
 """Number of a module, and the shape of its input."""
 
 
-class Sink(Protocol):
+class SampleSink(Protocol):
     """Receiver of the calls."""
 
     def expect(self, module: nn.Module) -> None:
@@ -218,7 +218,7 @@ class Taps:
         self,
         modules: Iterable[nn.Module],
         samples: int,
-        sink: Sink | None,
+        sink: SampleSink | None,
         *,
         sample_calls: Sequence[Call] = (),
         broadcast: bool = True,

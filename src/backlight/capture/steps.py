@@ -20,7 +20,7 @@ from backlight.capture.optimizers import OpenSteps, ReachedOptimizers, UpdatesBy
 from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseEvents
 from backlight.capture.step_sink import StepSink, StepSummary
-from backlight.capture.stop_training import StopTraining
+from backlight.capture.training_stop import StopTraining
 from backlight.capture.unrecorded import COUNTED_STEP_S, PLAIN_STEPS, UnrecordedSteps
 from backlight.devices import is_capturing_graph
 from backlight.records import Phase

@@ -55,7 +55,7 @@ NEIGHBOURS = 4
 
 
 @dataclass(frozen=True)
-class Transfer:
+class RankTransfer:
     """What this rank sent or got; ``ranks`` are to hold equal values of it.
 
     ``channel`` and ``number``, which counts the calls of a channel, are the same on all of them. ``versions``
@@ -78,8 +78,8 @@ class Transfers:
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
         self._numbers: Counter[str] = Counter()
-        self._pending: WeakKeyDictionary[Any, list[Transfer]] = WeakKeyDictionary()
-        self._coalesced: dict[int, list[Transfer]] = {}
+        self._pending: WeakKeyDictionary[Any, list[RankTransfer]] = WeakKeyDictionary()
+        self._coalesced: dict[int, list[RankTransfer]] = {}
 
     def wrap(self, method: str, original: Any) -> Any:
         """Return ``original`` with a report: of a send as it begins, of all others as they end."""
@@ -134,7 +134,7 @@ class Transfers:
 
     def _counted(
         self, method: str, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Transfer]:
+    ) -> list[RankTransfer]:
         """Count a call; return its transfers if someone listens."""
         try:
             channel, here = str(group.group_name), group.rank()
@@ -150,9 +150,11 @@ class Transfers:
             number, members = self._numbers[channel], tuple(dist.get_process_group_ranks(group))
             backend = dist.get_backend(group)
 
-            def transfer(call: str, end: str, channel: str, ranks: tuple[int, ...], value: Any) -> Transfer:
+            def transfer(
+                call: str, end: str, channel: str, ranks: tuple[int, ...], value: Any
+            ) -> RankTransfer:
                 tensors = tuple(_flat(value))
-                return Transfer(call, end, channel, number, ranks, backend, tensors, _versions(tensors))
+                return RankTransfer(call, end, channel, number, ranks, backend, tensors, _versions(tensors))
 
             if method in EXCHANGES:
                 return [
@@ -177,14 +179,14 @@ class Transfers:
                 raise
             return []
 
-    def _started(self, group: Any, work: Any, transfers: list[Transfer]) -> None:
+    def _started(self, group: Any, work: Any, transfers: list[RankTransfer]) -> None:
         together = self._coalesced.get(id(group))
         if together is None:
             self._begun(work, transfers)
         else:
             together += transfers
 
-    def _begun(self, work: Any, transfers: list[Transfer]) -> None:
+    def _begun(self, work: Any, transfers: list[RankTransfer]) -> None:
         if not transfers:
             return
         if work is None:  # the current stream has it

@@ -50,7 +50,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Check:
+class Requirement:
     """One thing: ``state`` is ``ok``, ``limited``, ``missing`` or, of an extra, ``optional``."""
 
     what: str
@@ -60,16 +60,16 @@ class Check:
     required: bool = False
 
 
-def examine() -> list[Check]:
+def examine() -> list[Requirement]:
     """Run every check; none raises, and torch is imported only where it is installed."""
     system = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     return [
-        Check("Python", "ok", system, "", required=True),
+        Requirement("Python", "ok", system, "", required=True),
         _torch(),
         _device(),
         _names(),
         _compiler(),
-        Check("SQLite", "ok", SQLITE_VERSION, "run directories survive a kill"),
+        Requirement("SQLite", "ok", SQLITE_VERSION, "run directories survive a kill"),
         _file_system(),
         _disk(),
         _ranks(),
@@ -79,48 +79,50 @@ def examine() -> list[Check]:
     ]
 
 
-def is_usable(checks: Sequence[Check]) -> bool:
+def is_usable(checks: Sequence[Requirement]) -> bool:
     """Return whether training scripts can be watched."""
     return not any(check.required and check.state == "missing" for check in checks)
 
 
-def _torch() -> Check:
+def _torch() -> Requirement:
     version = _version("torch")
     if not version:
         meaning = "runs can be read, not recorded: pip install 'backlight[torch]'"
-        return Check("torch", "missing", "not installed", meaning, required=True)
+        return Requirement("torch", "missing", "not installed", meaning, required=True)
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
-        return Check("torch", "missing", version, f"expected {oldest} or newer: upgrade torch", required=True)
+        return Requirement(
+            "torch", "missing", version, f"expected {oldest} or newer: upgrade torch", required=True
+        )
     if numbers > NEWEST_TORCH:
         meaning = f"newer than {'.'.join(map(str, NEWEST_TORCH))}, the newest that is tested"
-        return Check("torch", "limited", version, meaning, required=True)
-    return Check("torch", "ok", version, "training scripts can be watched", required=True)
+        return Requirement("torch", "limited", version, meaning, required=True)
+    return Requirement("torch", "ok", version, "training scripts can be watched", required=True)
 
 
-def _device() -> Check:
+def _device() -> Requirement:
     if importlib.util.find_spec("torch") is None:
-        return Check("device", "limited", "no torch", "")
+        return Requirement("device", "limited", "no torch", "")
     import torch
 
     from backlight import devices
 
     if devices.is_available():
         names = ", ".join(devices.name_of(i) for i in range(devices.count()))
-        return Check("device", "ok", names, "one asynchronous copy per recorded step")
+        return Requirement("device", "ok", names, "one asynchronous copy per recorded step")
     threads = f"CPU, {torch.get_num_threads()} threads"
-    return Check("device", "ok", threads, "no accelerator: host measurements")
+    return Requirement("device", "ok", threads, "no accelerator: host measurements")
 
 
-def _compiler() -> Check:
+def _compiler() -> Requirement:
     if importlib.util.find_spec("torch") is None:
-        return Check("C compiler", "limited", "no torch", "")
+        return Requirement("C compiler", "limited", "no torch", "")
     from backlight.measure.stats.compiled_rows import c_compiler
 
     if not (compiler := c_compiler()):
-        return Check("C compiler", "limited", "none", "long runs on the CPU: torch's operations")
-    return Check("C compiler", "ok", Path(compiler[0]).name, "long runs on the CPU: one fused pass")
+        return Requirement("C compiler", "limited", "none", "long runs on the CPU: torch's operations")
+    return Requirement("C compiler", "ok", Path(compiler[0]).name, "long runs on the CPU: one fused pass")
 
 
 def _version(package: str) -> str:
@@ -130,7 +132,7 @@ def _version(package: str) -> str:
         return ""
 
 
-def _extras() -> Iterator[Check]:
+def _extras() -> Iterator[Requirement]:
     requirements = [
         re.fullmatch(r"([\w.-]+).*; extra == ['\"](\w+)['\"]", line)
         for line in importlib.metadata.requires("backlight") or ()
@@ -139,52 +141,54 @@ def _extras() -> Iterator[Check]:
         packages = sorted({match[1] for match in requirements if match and match[2] == extra})
         missing = [package for package in packages if not _version(package)]
         state = f"no {', '.join(missing)}" if missing else "installed"
-        yield Check(f"[{extra}]", "optional" if missing else "ok", state, use)
+        yield Requirement(f"[{extra}]", "optional" if missing else "ok", state, use)
 
 
-def _disk() -> Check:
+def _disk() -> Requirement:
     free = shutil.disk_usage(Path.cwd()).free
     state = "ok" if free > 10**9 else "limited"
-    return Check("disk", state, f"{free / 1e9:.1f} GB free here", "" if state == "ok" else "use --max-disk")
+    return Requirement(
+        "disk", state, f"{free / 1e9:.1f} GB free here", "" if state == "ok" else "use --max-disk"
+    )
 
 
-def _file_system() -> Check:
+def _file_system() -> Requirement:
     kind = file_system_type(Path.cwd()) or "unknown"
     safe = not is_network_type(kind)
     meaning = "runs are written in place" if safe else "runs appear in closed segments: see docs/clusters.md"
-    return Check("file system", "ok" if safe else "limited", kind, meaning)
+    return Requirement("file system", "ok" if safe else "limited", kind, meaning)
 
 
-def _ranks() -> Check:
+def _ranks() -> Requirement:
     """Check what starts several ranks, and what the environment says of this process."""
     if importlib.util.find_spec("torch") is None:
-        return Check("ranks", "limited", "no torch", "")
+        return Requirement("ranks", "limited", "no torch", "")
     import torch.distributed as dist
 
     if not dist.is_available():
-        return Check("ranks", "limited", "torch without distributed", "one process at a time")
+        return Requirement("ranks", "limited", "torch without distributed", "one process at a time")
     here = world()
     backends = [name for name in ("nccl", "gloo", "mpi") if getattr(dist, f"is_{name}_available")()]
     launchers = f"torchrun, {', '.join(backends) or 'no backend'}"
     if here.problem:
-        return Check("ranks", "limited", launchers, f"{here.problem}: a process here is watched alone")
-    return Check(
+        return Requirement("ranks", "limited", launchers, f"{here.problem}: a process here is watched alone")
+    return Requirement(
         "ranks", "ok", launchers, f"this is rank {here.rank} of {here.size}" if here.size > 1 else ""
     )
 
 
-def _cluster() -> Check:
+def _cluster() -> Requirement:
     sbatch = shutil.which("sbatch")
     state = "ok" if sbatch else "optional"  # most machines have none
-    return Check(
+    return Requirement(
         "Slurm", state, sbatch or "no sbatch", "backlight run --slurm-script FILE writes a script for it"
     )
 
 
-def _names() -> Check:
+def _names() -> Requirement:
     """Check the private names of torch that captures rely on; each has a fallback."""
     if importlib.util.find_spec("torch") is None:
-        return Check("hooks", "limited", "no torch", "")
+        return Requirement("hooks", "limited", "no torch", "")
     from torch.nn.utils import clip_grad
     from torch.utils.data import dataloader
 
@@ -196,11 +200,11 @@ def _names() -> Check:
     gone = [name for name, there in wanted.items() if not there]
     if gone:
         missing = f"not in this torch: {', '.join(gone)}"
-        return Check("hooks", "limited", missing, "runs report them as not measured")
-    return Check("hooks", "ok", f"{len(wanted)} private names of torch found", "")
+        return Requirement("hooks", "limited", missing, "runs report them as not measured")
+    return Requirement("hooks", "ok", f"{len(wanted)} private names of torch found", "")
 
 
-def _plug_ins() -> Iterator[Check]:
+def _plug_ins() -> Iterator[Requirement]:
     """Name what other distributions add; the registry itself warns of what is left out."""
     registries: tuple[Registry[Any], ...] = (MONITORS, RULES, EXPERIMENTS, PANELS, TRACKERS)
     for registry in registries:
@@ -213,10 +217,10 @@ def _plug_ins() -> Iterator[Check]:
             what = f"{plug_in.kind} {', '.join(plug_in.entries) or plug_in.name}"
             whose = f"{plug_in.distribution} {plug_in.version}".strip()
             meaning = f"left out: {plug_in.problem}" if plug_in.problem else "plug-in"
-            yield Check(what, "limited" if plug_in.problem else "ok", whose, meaning)
+            yield Requirement(what, "limited" if plug_in.problem else "ok", whose, meaning)
 
 
-def answer(checks: Sequence[Check]) -> Answer:
+def answer(checks: Sequence[Requirement]) -> Answer:
     """Return whether scripts can be watched, what works in part, and a table of everything."""
     by_name = {check.what: check for check in checks}
     missing = next((check for check in checks if check.required and check.state == "missing"), None)

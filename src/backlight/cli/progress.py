@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from backlight.terminal import make_console
 
 if TYPE_CHECKING:
-    from backlight.experiments.runner import Progress as RunProgress
+    from backlight.experiments.runner import TrainingProgress as RunProgress
 
 
 @contextlib.contextmanager

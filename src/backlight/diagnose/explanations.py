@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 from backlight.answer import Answer, ended
 from backlight.diagnose.checkpointing.observer import CheckpointObserver
 from backlight.diagnose.checkpointing.regions import Region
-from backlight.diagnose.missing_gradients.flow import Overwritten
-from backlight.diagnose.missing_gradients.reasons import Cause, MissingGradients, Row
+from backlight.diagnose.missing_gradients.flow import OverwrittenTensor
+from backlight.diagnose.missing_gradients.reasons import MissingCause, MissingGradients, ParameterState
 from backlight.diagnose.nan.tracer import NanOrigin, NanTracer
 from backlight.diagnose.probes.observer import ProbeObserver
-from backlight.diagnose.probes.result import Outcome, ProbeResult
+from backlight.diagnose.probes.result import ProbeOutcome, ProbeResult
 from backlight.records import Finding
 from backlight.text import count, listed
 from backlight.user_code import SourceLine
@@ -24,7 +24,7 @@ SHOWN = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
+class ObservedScript:
     """What was observed of a script."""
 
     script: str
@@ -33,7 +33,7 @@ class Observed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Regions(Observed):
+class Regions(ObservedScript):
     """The checkpointed regions of the first steps."""
 
     steps: int
@@ -42,7 +42,7 @@ class Regions(Observed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Probes(Observed):
+class Probes(ObservedScript):
     """Probes of the first step; ``line`` is that of its backward."""
 
     line: SourceLine | None
@@ -57,14 +57,14 @@ class Untrained:
     parameter: str
     aliases: tuple[str, ...]
     shape: tuple[int, ...]
-    cause: Cause
+    cause: MissingCause
     text: str
     line: SourceLine | None
     when: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Missing(Observed):
+class Missing(ObservedScript):
     """Parameters that are not trained, of all ``parameters``; ``nodes`` of graphs were followed."""
 
     steps: int
@@ -72,11 +72,11 @@ class Missing(Observed):
     parameters: int
     nodes: int
     not_trained: Sequence[Untrained]
-    failure: Overwritten | None
+    failure: OverwrittenTensor | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class Origin:
+class OriginRecord:
     """Origin of a value that is not finite: the operation, and what the value passed through then."""
 
     step: int
@@ -98,7 +98,7 @@ class Origin:
     constant: SourceLine | None
 
     @classmethod
-    def of(cls, origin: NanOrigin) -> Origin:
+    def of(cls, origin: NanOrigin) -> OriginRecord:
         """Return the record of an origin."""
         names = (field.name for field in fields(cls))
         return cls(
@@ -107,14 +107,14 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class NonFinite(Observed):
+class NonFinite(ObservedScript):
     """The first value that is not finite and matters; ``vanished`` counts those that reached nothing."""
 
     steps: int
     backwards: int
     operations: int
     skipped_by_scaler: int
-    origin: Origin | None
+    origin: OriginRecord | None
     vanished: Mapping[str, int]
 
 
@@ -155,7 +155,7 @@ def probes_answer(
     )  # fmt: skip
     loss = "" if record.loss is None else f", loss {record.loss:.4g}"
     outcomes = Counter(result.outcome.value for result in record.probes)
-    failed = [result.probe.value for result in record.probes if result.outcome is Outcome.FAILED]
+    failed = [result.probe.value for result in record.probes if result.outcome is ProbeOutcome.FAILED]
     verdict = f"{count(len(record.probes), 'probe')}: " + ", ".join(f"{n} {o}" for o, n in outcomes.items())
     facts = [f"{result.probe.value:<14} {result.outcome.value:<12} {result.text}" for result in record.probes]
     return Answer(
@@ -169,7 +169,7 @@ def probes_answer(
 
 def nan_answer(tracer: NanTracer, script: str, code: int) -> Answer:
     """Return the origin of the first non-finite value, and how it spread."""
-    origin = None if tracer.origin is None else Origin.of(tracer.origin)
+    origin = None if tracer.origin is None else OriginRecord.of(tracer.origin)
     record = NonFinite(
         script=script, exit_code=code, notes=tracer.notes, steps=tracer.observed_steps,
         backwards=tracer.backwards, operations=tracer.operations, skipped_by_scaler=tracer.skipped_steps,
@@ -192,7 +192,7 @@ def nan_answer(tracer: NanTracer, script: str, code: int) -> Answer:
     return Answer(verdict, record, facts, notes=(*notes, *ended(code)))
 
 
-def _spread(origin: Origin) -> Iterable[str]:
+def _spread(origin: OriginRecord) -> Iterable[str]:
     if origin.operation and origin.line is None:
         yield "line: not known (no frame of the script)"
     for label, line in (
@@ -210,7 +210,7 @@ def _spread(origin: Origin) -> Iterable[str]:
     yield from origin.notes
 
 
-def _produced(origin: Origin) -> str:
+def _produced(origin: OriginRecord) -> str:
     if not origin.operation:
         return "no operation of this process made the gradients so: they came from another rank"
     tensor = f"[{_shape(origin.shape)}] {origin.dtype}"
@@ -221,7 +221,7 @@ def _produced(origin: Origin) -> str:
     return f"produced by {origin.operation}{node}, output {tensor}"
 
 
-def parameter_lines(rows: Iterable[Row]) -> list[str]:
+def parameter_lines(rows: Iterable[ParameterState]) -> list[str]:
     """Return lines on parameters without a gradient; those that have one reason, with the reason once."""
     lines = []
     for reason, alike in itertools.groupby(rows, key=lambda row: row.reason):

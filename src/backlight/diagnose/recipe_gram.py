@@ -17,7 +17,7 @@ from backlight.launch.recipe import RecipeError, read_recipe
 from backlight.measure.gram.eigenvalues import Spectrum
 from backlight.measure.noise_scale import NoiseScale
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-from backlight.monitors.grokking.instrument.gram.gram import gram
+from backlight.monitors.grokking.instrument.gram.gram_measurement import gram
 from backlight.text import count, number, percent
 
 if TYPE_CHECKING:

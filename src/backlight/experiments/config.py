@@ -19,7 +19,7 @@ import yaml
 from backlight import codec
 from backlight.experiments.data.algorithmic import modular_table, one_hot_pairs
 from backlight.experiments.data.split import apply_control, draw_split, seeded
-from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper, Settings
+from backlight.experiments.experiment import EXPERIMENTS, Experiment, Paper, Setup
 from backlight.experiments.models import PowerNet
 from backlight.experiments.task import AdamWTraining, Task, one_hot_squared_error
 from backlight.monitors.grokking.settings import Measures
@@ -64,11 +64,11 @@ class Training(AdamWTraining):
     thorough_every: int = 100
 
 
-SETTINGS = Settings(Data(), Model(), Training())
+SETTINGS = Setup(Data(), Model(), Training())
 
 
 def build(
-    settings: Settings[Data, Model, Training] = SETTINGS,
+    settings: Setup[Data, Model, Training] = SETTINGS,
     seed: int = 0,
     device: torch.device | str = "cpu",
     control: str = "",

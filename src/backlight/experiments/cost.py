@@ -18,8 +18,8 @@ from backlight.experiments.config import Configuration
 from backlight.experiments.experiment import Duration
 from backlight.experiments.runner import build, measures_of, named_gradients, probe_of, torch_threads
 from backlight.experiments.task import Task
-from backlight.monitors.grokking.instrument.probe_batch import ROWS, Probe
-from backlight.monitors.grokking.instrument.tracker import Tracker
+from backlight.monitors.grokking.instrument.probe_batch import ROWS, ProbedModel
+from backlight.monitors.grokking.instrument.tracker import MeasureTracker
 from backlight.monitors.grokking.model.measures import TIERS, at_tier, free_bytes, left_out
 from backlight.monitors.grokking.settings import SAMPLED, Measures
 from backlight.processes import available_memory, resident_memory
@@ -230,12 +230,12 @@ def _step_seconds(task: Task, budget: float) -> float:
     return statistics.median(seconds[1:])
 
 
-def _measure(task: Task, steps: int, measures: Measures, probe: Probe | None, name: str) -> Cost:
+def _measure(task: Task, steps: int, measures: Measures, probe: ProbedModel | None, name: str) -> Cost:
     """Return the cost of one measure, timed with all others off."""
     at = measures.window_steps
     cadences: dict[str, Any] = dict.fromkeys(MEASURED, 0) | {name: at}
     recorder = _ByteCounter()
-    tracker = Tracker(
+    tracker = MeasureTracker(
         replace(measures, every=1, **cadences), recorder, probe, warn=lambda _what, _reason: None
     )
     gradients = named_gradients(task.model)

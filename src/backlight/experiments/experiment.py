@@ -44,7 +44,7 @@ class Duration:
 
 
 @dataclass(frozen=True)
-class Settings(Generic[D, M, T]):
+class Setup(Generic[D, M, T]):
     """Hyperparameters of an experiment: three frozen dataclasses; ``training`` is a :class:`Duration`."""
 
     data: D

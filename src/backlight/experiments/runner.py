@@ -26,8 +26,8 @@ from backlight.experiments.config import (
 from backlight.experiments.data.split import derived_seed
 from backlight.experiments.experiment import Duration
 from backlight.experiments.task import Task
-from backlight.monitors.grokking.instrument.probe_batch import Probe
-from backlight.monitors.grokking.instrument.tracker import Tracker
+from backlight.monitors.grokking.instrument.probe_batch import ProbedModel
+from backlight.monitors.grokking.instrument.tracker import MeasureTracker
 from backlight.monitors.grokking.model.measures import TIERS, DiskGuard, at_tier, degradation
 from backlight.monitors.grokking.settings import Measures
 from backlight.records import RunStatus
@@ -51,7 +51,7 @@ _CHANGEABLE_ON_RESUME = (
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """Steps done and in total, the last evaluation, and the learning phase."""
 
     step: int
@@ -81,7 +81,7 @@ class Loop:
 
     task: Task
     duration: Duration
-    tracker: Tracker
+    tracker: MeasureTracker
     on_log: Callable[[int, Mapping[str, float]], None]
     on_checkpoint: Callable[[int, Mapping[str, Any]], None]
     before_log: Callable[[int], None] = lambda _step: None
@@ -150,12 +150,12 @@ def measures_of(configuration: Configuration) -> Measures:
     return configuration.measures.logged_every(configuration.settings.training.log_every)
 
 
-def probe_of(task: Task, measures: Measures) -> Probe | None:
+def probe_of(task: Task, measures: Measures) -> ProbedModel | None:
     """Return the probe batch of a task, None if no measure needs samples."""
     if not measures.sampled:
         return None
     held_out = task.held_out if len(task.held_out[0]) else None
-    return Probe(
+    return ProbedModel(
         task.model,
         task.sample_loss,
         task.probe,
@@ -173,7 +173,7 @@ def run_experiment(
     tier: str = TIERS[0],
     reason: str = "",
     control_of: str = "",
-    on_progress: Callable[[Progress], None] = lambda _progress: None,
+    on_progress: Callable[[TrainingProgress], None] = lambda _progress: None,
     on_warning: Callable[[str], None] = lambda _text: None,
 ) -> Path:
     """Run an experiment into a run directory, from the start or from its newest checkpoint.
@@ -222,14 +222,14 @@ def run_experiment(
             on_warning(f"{what} is not measured: {why}")
 
     full = measures_of(configuration)
-    tracker = Tracker(full, recorder, probe_of(task, full), warn)
+    tracker = MeasureTracker(full, recorder, probe_of(task, full), warn)
     tracker.measures = at_tier(full, tier)
     disk = DiskGuard(path, configuration.run.disk_free, recorder, tier)
 
     def logged(step: int, values: Mapping[str, float]) -> None:
         recorder.scalars(step, values, source="user")
         train, test = (values.get(f"{part}_accuracy", math.nan) for part in ("train", "test"))
-        on_progress(Progress(step, duration.steps, values, learning_phase(train, test, task.chance)))
+        on_progress(TrainingProgress(step, duration.steps, values, learning_phase(train, test, task.chance)))
 
     def checkpoint(step: int, state: Mapping[str, Any]) -> None:
         writer.flush()

@@ -22,7 +22,7 @@ from backlight.store.read.run import Run
 from backlight.text import count, did_you_mean, visible
 
 if TYPE_CHECKING:
-    from backlight.store.tables import Table
+    from backlight.store.tables import StoredTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class Findings(list[Finding]):
 
         return to_polars(self._table())
 
-    def _table(self) -> Table:
+    def _table(self) -> StoredTable:
         from backlight.store.tables import findings_table  # noqa: PLC0415 - no watched run needs it
 
         return findings_table(lambda: self)

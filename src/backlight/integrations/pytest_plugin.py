@@ -60,7 +60,7 @@ class BacklightWatch:
         ValueError
             If ``fail_on`` or a setting names something unknown.
         """
-        from backlight.capture.stop_training import StopTraining  # noqa: PLC0415 - imports torch
+        from backlight.capture.training_stop import StopTraining  # noqa: PLC0415 - imports torch
         from backlight.findings.evaluate import named_findings  # noqa: PLC0415
         from backlight.session.watch import watch  # noqa: PLC0415
 

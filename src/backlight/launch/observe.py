@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from backlight.capture.stop_training import StopTraining
+from backlight.capture.training_stop import StopTraining
 from backlight.launch.script import launch
 
 

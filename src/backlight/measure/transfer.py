@@ -1,7 +1,7 @@
 """Asynchronous copies of small tables from a device to the host, one per device and step.
 
 A table that leaves a device on its own costs a launch and an event. A :class:`TransferBatch` collects the
-tables of a step and copies them together when the step ends; a :class:`Pending` result reads them later, from
+tables of a step and copies them together when the step ends; :class:`PendingArrays` reads them later, from
 any thread.
 """
 
@@ -214,7 +214,7 @@ def _travels_alone(table: Tensor) -> bool:
     return table.device.type == "cpu" or table.dtype not in {torch.float64, torch.int64}
 
 
-class Pending:
+class PendingArrays:
     """Numbers per tensor that may still be on their way; nothing waits until :meth:`arrays` is called.
 
     ``finish`` turns the received tables, in order, into the two arrays: once, in the first thread that asks.

@@ -34,7 +34,7 @@ _LINE = re.compile(r"(?P<file>.+):(?P<line>[1-9]\d*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Location:
+class SourceLocation:
     """A source file, relative to the working directory where it lies below it, and a line or None."""
 
     file: str
@@ -50,15 +50,15 @@ def render_annotations(kind: str, run: Run, findings: Sequence[Finding], failing
     return _junit(source, failing) if kind == "junit" else _sarif(source, failing)
 
 
-def _location(finding: Finding, run: Run) -> Location | None:
+def _location(finding: Finding, run: Run) -> SourceLocation | None:
     """Return the line that a finding names, else the script of the run, else None."""
     if finding.subject.line and (match := _LINE.fullmatch(finding.subject.line)):
-        return Location(_relative(match["file"]), int(match["line"]))
+        return SourceLocation(_relative(match["file"]), int(match["line"]))
     fingerprint = run.fingerprint()
     script = Path("" if fingerprint is None else fingerprint.script)
     if script.suffix != ".py" or not is_user_code(str(script)):  # as of python -m pytest
         return None
-    return Location(_relative(str(script)), None)
+    return SourceLocation(_relative(str(script)), None)
 
 
 def _relative(file: str) -> str:
@@ -159,7 +159,9 @@ def _sarif(source: Source, failing: Failing) -> str:
     results: list[dict[str, Any]] = []
     for finding in source.findings:
         # Code scanning refuses the whole file for one result without a file and a line.
-        place = _location(finding, source.run) or Location(_relative(f"{source.run.path}/{MANIFEST}"), None)
+        place = _location(finding, source.run) or SourceLocation(
+            _relative(f"{source.run.path}/{MANIFEST}"), None
+        )
         artifact = {"uri": quote(place.file)}
         if not place.file.startswith("/"):
             artifact["uriBaseId"] = "%SRCROOT%"

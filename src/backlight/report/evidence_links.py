@@ -122,7 +122,7 @@ MOST = 24
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
+class CollectedEvidence:
     """Files below ``evidence/`` as text, and by rank what could not be collected.
 
     ``more`` counts files beyond those that are shown.
@@ -133,7 +133,7 @@ class Collected:
     more: int = 0
 
 
-def collected(source: Source) -> Collected:
+def collected(source: Source) -> CollectedEvidence:
     """Read the text evidence of a run; a file that is not text is left out."""
     paths = source.evidence(".txt")
     files = []
@@ -152,4 +152,4 @@ def collected(source: Source) -> Collected:
         for rank, why in reasons.items():
             for reason in why if isinstance(why, list) else [why]:
                 missing[visible(rank), visible(reason)] = None
-    return Collected(tuple(files), tuple(missing), max(len(paths) - MOST, 0))
+    return CollectedEvidence(tuple(files), tuple(missing), max(len(paths) - MOST, 0))

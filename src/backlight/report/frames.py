@@ -22,7 +22,7 @@ Window = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Buckets:
+class StepBuckets:
     """Consecutive ranges of recorded steps; each of ``first``, ``last`` and ``recorded`` is ``[B]``.
 
     Bucket b covers the steps ``first[b] .. last[b]``, both included, of which ``recorded[b]`` were
@@ -48,11 +48,11 @@ class Buckets:
         return index[starts].astype(np.int64), starts.astype(np.int64)
 
 
-def cut(steps: Ints, most: int) -> Buckets:
+def cut(steps: Ints, most: int) -> StepBuckets:
     """Cut sorted ``steps`` [S] into at most ``most`` buckets with equally many recorded steps each."""
     size = min(len(steps), max(1, most))
     edges = np.linspace(0, len(steps), size + 1).round().astype(np.int64)
-    return Buckets(steps[edges[:-1]], steps[edges[1:] - 1], np.diff(edges))
+    return StepBuckets(steps[edges[:-1]], steps[edges[1:] - 1], np.diff(edges))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def extremes(
     values: NDArray[np.generic],
     measured: Bools,
     steps: Ints,
-    buckets: Buckets,
+    buckets: StepBuckets,
     undefined: Bools | np.bool_ = np.False_,
 ) -> Extremes:
     """Reduce a frame ``values`` [S, P] with its mask to the extremes of each bucket.
@@ -184,7 +184,7 @@ class ParameterFrames:
     ``ratio_spread`` holds, per step of the update series, the ``SPREAD`` over parameters ``[5, S]``.
     """
 
-    buckets: Buckets
+    buckets: StepBuckets
     steps: dict[str, NDArray[np.int64]] = field(default_factory=dict)
     extremes: dict[str, Extremes] = field(default_factory=dict)
     stats: dict[str, Floats] = field(default_factory=dict)

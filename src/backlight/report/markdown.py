@@ -10,7 +10,7 @@ from backlight.records import Finding, Made
 from backlight.report.evidence_links import collected
 from backlight.report.panel import MAX_ROWS
 from backlight.report.source import Source
-from backlight.report.verdict import PARTED, Outcome, hints_line, measurements, outcome, where
+from backlight.report.verdict import PARTED, RunOutcome, hints_line, measurements, outcome, where
 from backlight.store.read.run import Run
 from backlight.text import number, visible
 
@@ -79,7 +79,7 @@ def prose(text: str) -> str:
     return "".join(code(part) if i % 2 and part else escape(part) for i, part in enumerate(parts))
 
 
-def _unmeasured(summary: Outcome) -> list[str]:
+def _unmeasured(summary: RunOutcome) -> list[str]:
     if not summary.unmeasured:
         return []
     lines = ["", "## Not measured", ""]

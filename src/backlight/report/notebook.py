@@ -13,7 +13,7 @@ from backlight.findings.evaluate import separate_hints
 from backlight.findings.losses import losses_of
 from backlight.records import Finding, Severity
 from backlight.report.source import Source
-from backlight.report.verdict import Outcome, outcome, sampled_text, where
+from backlight.report.verdict import RunOutcome, outcome, sampled_text, where
 from backlight.store.read.run import Run
 from backlight.text import as_typed, count, html_of, number, visible
 
@@ -121,7 +121,7 @@ def findings_html(run: Run, findings: Sequence[Finding]) -> str:
     return f'<div style="line-height:1.45">{"".join(parts)}</div>'
 
 
-def _verdict(view: Outcome) -> str:
+def _verdict(view: RunOutcome) -> str:
     tone = _TONES.get(view.tone, "currentColor")
     return f'<div><strong style="color:{tone}">{html_of(view.tally)}.</strong> {html_of(view.detail)}</div>'
 

@@ -17,8 +17,8 @@ from backlight.findings.pages import rule_page
 from backlight.records import Finding
 from backlight.registry import warn
 from backlight.report import verdict
-from backlight.report.encoding import PRECISION, script_json
 from backlight.report.evidence_links import label_of, place_of
+from backlight.report.page_codec import PRECISION, script_json
 from backlight.report.panel import (
     STATED,
     Drawn,
@@ -214,7 +214,7 @@ def belongs(panel: Panel, result: Drawn | NotMeasured, source: Source) -> bool:
 
 
 def _unmeasured(
-    summary: verdict.Outcome, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]], source: Source
+    summary: verdict.RunOutcome, drawn: Sequence[tuple[Panel, Drawn | NotMeasured]], source: Source
 ) -> list[dict[str, Any]]:
     """Return what was not measured, panels without data among it; what has one reason stands together."""
     gaps: dict[str, dict[str, Any]] = {}

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
+class PanelFact:
     """One number next to a chart, already written out for people."""
 
     label: str
@@ -40,7 +40,7 @@ class Drawn:
 
     kind: str
     data: Mapping[str, Any]
-    facts: tuple[Fact, ...] = ()
+    facts: tuple[PanelFact, ...] = ()
     remarks: tuple[str, ...] = ()
 
 
@@ -60,7 +60,7 @@ def table_data(table: Table, *, most: int = MAX_ROWS, is_titled: bool = True) ->
     }
 
 
-def tabular(*tables: Table, facts: Sequence[Fact] = (), remarks: Sequence[str] = ()) -> Drawn:
+def tabular(*tables: Table, facts: Sequence[PanelFact] = (), remarks: Sequence[str] = ()) -> Drawn:
     """Draw tables, with titles where there are several; their notes become remarks."""
     data = [table_data(table, is_titled=len(tables) > 1) for table in tables]
     notes = (f"{note[:1].upper()}{note[1:]}." for table in tables for note in table.notes)
@@ -104,7 +104,7 @@ class FactLine:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class MonitorSummary:
     """What was measured in a run, as one sentence, and the numbers that matter most.
 
     ``headline`` is the result of a command that looks for one thing, shown where there are no findings.
@@ -166,7 +166,7 @@ class Panel:
     events: tuple[str, ...] = ()
     layers: bool = False
     place: str = "full"
-    summary: Callable[[Source], Summary | None] | None = None
+    summary: Callable[[Source], MonitorSummary | None] | None = None
     line: Callable[[Source], FactLine | None] | None = None
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ APART = "ranks measured gradients that do not make up a whole"
 
 
 @dataclass(frozen=True)
-class Coverage:
+class GradientCoverage:
     """Recorded steps [S] of the gradient, and for each of the parameters [P] whether it ever was measured.
 
     ``unjoined`` is at how many of the steps ranks measured it without making up a whole, ``fewest`` at how
@@ -118,10 +118,10 @@ class Source:
         return read_frames(self.run, self.parameters, self.cells, self.window)
 
     @cached_property
-    def coverage(self) -> Coverage:
+    def coverage(self) -> GradientCoverage:
         """What was measured of the gradient at all; cheap next to :attr:`frames`."""
         none = np.zeros(len(self.parameters), np.bool_)
-        nothing = Coverage(np.empty(0, np.int64), none, none.astype(np.int64))
+        nothing = GradientCoverage(np.empty(0, np.int64), none, none.astype(np.int64))
         if not self.run.has("gradient"):
             return nothing
         frame = self.run.frame("gradient", "measured")
@@ -130,7 +130,7 @@ class Source:
         unjoined = dict(zip(frame.names, frame.incomplete().sum(axis=0).tolist(), strict=True))
         split = np.array([unjoined.get(record.name, 0) for record in self.parameters], np.int64)
         amounts = frame.measured.sum(axis=0)
-        return Coverage(frame.steps, ever, split, int(min(amounts[amounts > 0], default=0)))
+        return GradientCoverage(frame.steps, ever, split, int(min(amounts[amounts > 0], default=0)))
 
     def scalar(self, name: str, source: str = "backlight") -> Scalar:
         """Return a scalar; empty where it was never logged."""

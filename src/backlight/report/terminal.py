@@ -21,7 +21,7 @@ from backlight.report.source import Source
 from backlight.report.sparkline import evidence_line, outstanding, sparkline
 from backlight.report.verdict import (
     PARTED,
-    Outcome,
+    RunOutcome,
     explaining_command,
     hints_line,
     measurements,
@@ -155,7 +155,7 @@ def _print_finding(finding: Finding, source: Source, console: Console) -> None:
     console.print()
 
 
-def _print_unmeasured(result: Outcome, console: Console) -> None:
+def _print_unmeasured(result: RunOutcome, console: Console) -> None:
     if not result.unmeasured:
         return
     console.print(Text("Not measured", "bold"))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from backlight.findings.evaluate import Withdrawn, withdrawn
 from backlight.findings.losses import losses_of
 from backlight.records import OTHERS, Finding, RunStatus, Severity
-from backlight.report.panel import FactLine, Summary, in_order
+from backlight.report.panel import FactLine, MonitorSummary, in_order
 from backlight.report.source import APART, Source
 from backlight.store.format.schema import DISK_LIMIT, ENDED, EXCEPTION, STOPPED
 from backlight.store.read.run import Event, Run
@@ -49,7 +49,7 @@ class Unmeasured:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RunOutcome:
     """The verdict in words; ``tone`` is ``error``, ``warning``, ``info``, ``clear`` or ``unmeasured``.
 
     ``headline`` is the title of the worst finding, or the result of a run without one; a run that failed is
@@ -89,7 +89,7 @@ def tally(findings: Sequence[Finding]) -> str:
     return ", ".join(count(amounts[severity], word) for severity, word in words.items() if amounts[severity])
 
 
-def summary_of(source: Source) -> Summary:
+def summary_of(source: Source) -> MonitorSummary:
     """Return the first summary, in the order of the page, of a monitor that measured something."""
     # Health gives the reason where nothing was measured.
     watched = {*source.run.monitors, "health"} if source.run.monitors else ()
@@ -99,7 +99,7 @@ def summary_of(source: Source) -> Summary:
     return next((summary for summary in summaries if summary.measured), summaries[0])
 
 
-def outcome(source: Source) -> Outcome:
+def outcome(source: Source) -> RunOutcome:
     """Return the summary of a run: its findings, and what was measured."""
     findings, summary = source.findings, summary_of(source)
     detail = summary.detail
@@ -129,7 +129,7 @@ def outcome(source: Source) -> Outcome:
         word, status_line(source), about(source), _lines(source), _losses(source),
         tuple(withdrawn(source.run, (*source.findings, *source.hints))), _unmeasured(source),
     )  # fmt: skip
-    return Outcome(tone, headline, counted, len(source.hints), lacks, detail, *further)
+    return RunOutcome(tone, headline, counted, len(source.hints), lacks, detail, *further)
 
 
 def _lines(source: Source) -> tuple[FactLine, ...]:
@@ -216,7 +216,7 @@ def explaining_command(run: Run) -> str:
     return f"backlight {name} {visible(shlex.join((last.script or 'SCRIPT', *last.argv)))}"
 
 
-def probing_command(run: Run, view: Outcome) -> str:
+def probing_command(run: Run, view: RunOutcome) -> str:
     """Return the command that looks further into a run without findings, empty where none does."""
     last = run.attempts[-1] if run.attempts else None
     if view.tone != "clear" or last is None or not last.script:

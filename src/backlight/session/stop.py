@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from backlight import clock, codec
 from backlight.capture.hub import UserError
-from backlight.capture.stop_training import StopTraining
+from backlight.capture.training_stop import StopTraining
 from backlight.interrupts import is_interrupt
 from backlight.monitor import Output, RunHandle
 from backlight.records import Finding

@@ -14,7 +14,7 @@ from backlight import clock
 from backlight.capture.engines import underlying
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope, build_table
-from backlight.capture.stop_training import StopTraining
+from backlight.capture.training_stop import StopTraining
 from backlight.distributed import rank_and_size
 from backlight.findings.evaluate import Findings, NoFindings, findings_of
 from backlight.interrupts import is_interrupt

@@ -41,7 +41,7 @@ from backlight.store.tables import (
     FLOAT,
     INTEGER,
     TEXT,
-    Table,
+    StoredTable,
     long_table,
     scalars_table,
     spectra_table,
@@ -152,8 +152,8 @@ def _chosen_rows(run: Run, target: Path, rows: Rows | str | None, max_directions
     return kind
 
 
-def _writers(tables: Mapping[Path, Table], *, raw: bool) -> dict[Path, Callable[[Path], None]]:
-    def writer(path: Path, table: Table) -> Callable[[Path], None]:
+def _writers(tables: Mapping[Path, StoredTable], *, raw: bool) -> dict[Path, Callable[[Path], None]]:
+    def writer(path: Path, table: StoredTable) -> Callable[[Path], None]:
         if path.suffix.lower() == ".csv":
             return lambda temporary: _write_csv(temporary, table, raw=raw)
         return lambda temporary: write_parquet(
@@ -178,7 +178,7 @@ def publish_files(files: Mapping[Path, Callable[[Path], None]], *, overwrite: bo
     return tuple(files)
 
 
-def _write_csv(path: Path, table: Table, *, raw: bool) -> None:
+def _write_csv(path: Path, table: StoredTable, *, raw: bool) -> None:
     with path.open("x", encoding="utf-8", newline="") as file:
         write_rows(file, [table.names], raw=raw)
         for chunk in table.chunks(table.names):
@@ -271,7 +271,7 @@ def _neutral(value: Any) -> Any:
 
 
 def to_pandas(
-    data: Run | Frame | Table,
+    data: Run | Frame | StoredTable,
     table: str = "steps",
     columns: Collection[str] | None = None,
     *,
@@ -307,7 +307,7 @@ def to_pandas(
 
 
 def to_polars(
-    data: Run | Frame | Table,
+    data: Run | Frame | StoredTable,
     table: str = "steps",
     columns: Collection[str] | None = None,
     *,
@@ -319,7 +319,7 @@ def to_polars(
     return pl.from_arrow(_arrow(data, table, columns, wide=wide))
 
 
-def to_arrow(table: Table, wanted: Collection[str] | None = None) -> Any:
+def to_arrow(table: StoredTable, wanted: Collection[str] | None = None) -> Any:
     """Return a table, or some of its columns, as ``pyarrow.Table``."""
     import pyarrow as pa  # noqa: PLC0415 - an optional library
 
@@ -330,7 +330,7 @@ def to_arrow(table: Table, wanted: Collection[str] | None = None) -> Any:
     return pa.Table.from_batches(record_batches(table, chosen), schema=schema_of(table, chosen))
 
 
-def schema_of(table: Table, wanted: Collection[str] | None = None) -> Any:
+def schema_of(table: StoredTable, wanted: Collection[str] | None = None) -> Any:
     """Return the Arrow schema of a table or of some of its columns, each with its ``unit`` as metadata."""
     import pyarrow as pa  # noqa: PLC0415 - an optional library
 
@@ -344,7 +344,7 @@ def schema_of(table: Table, wanted: Collection[str] | None = None) -> Any:
     )
 
 
-def record_batches(table: Table, wanted: Collection[str]) -> Iterator[Any]:
+def record_batches(table: StoredTable, wanted: Collection[str]) -> Iterator[Any]:
     """Yield the wanted columns of a table as record batches; what is void is null."""
     import pyarrow as pa  # noqa: PLC0415 - an optional library
 
@@ -356,10 +356,12 @@ def record_batches(table: Table, wanted: Collection[str]) -> Iterator[Any]:
         yield pa.record_batch(arrays, schema=schema)
 
 
-def _arrow(data: Run | Frame | Table, table: str, columns: Collection[str] | None, *, wide: bool) -> Any:
+def _arrow(
+    data: Run | Frame | StoredTable, table: str, columns: Collection[str] | None, *, wide: bool
+) -> Any:
     if isinstance(data, Frame):
         return _frame_to_arrow(data, wide=wide)
-    if isinstance(data, Table):
+    if isinstance(data, StoredTable):
         return to_arrow(data, columns)
     tables = tables_of(data)
     if table not in tables:

@@ -146,7 +146,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Table:
+class SpectraTable:
     """A layer at a step with all its directions, strongest first; NaN where not measured.
 
     ``singular_values`` is ``[R, D]``, descending in each replicate; each of :data:`FIELDS` is ``[D]``.
@@ -182,7 +182,7 @@ def measurements(run: Run, parameter: str | None = None) -> tuple[Measurement, .
     return events.measurements if parameter is None else events.of.get(parameter, ())
 
 
-def tables(run: Run, parameter: str) -> tuple[Table, ...]:
+def tables(run: Run, parameter: str) -> tuple[SpectraTable, ...]:
     """Return the tables of a layer, by step; a step whose arrays were lost is left out."""
     by_parameter = {layer.parameter: layer for layer in layers(run)}
     if parameter not in by_parameter:
@@ -194,7 +194,7 @@ def tables(run: Run, parameter: str) -> tuple[Table, ...]:
     values = _by_step(run, f"{PREFIX}/{parameter}/singular_values")
     directions = _by_step(run, f"{PREFIX}/{parameter}/directions")
     return tuple(
-        Table(
+        SpectraTable(
             layer,
             measurement,
             _padded(values[measurement.step], layer.directions),
@@ -205,7 +205,7 @@ def tables(run: Run, parameter: str) -> tuple[Table, ...]:
     )
 
 
-def table(run: Run, step: int, parameter: str) -> Table:
+def table(run: Run, step: int, parameter: str) -> SpectraTable:
     """Return the table of a layer at a step."""
     by_step = {measured.measurement.step: measured for measured in tables(run, parameter)}
     if step not in by_step:

@@ -23,8 +23,7 @@ from backlight.store.errors import ExportError
 from backlight.store.format.names import storable
 from backlight.store.format.schema import unit_of_scalar
 from backlight.store.read.run import Run
-from backlight.store.spectra import FIELDS, LAYER, NUMBERS, Layer, Measurement
-from backlight.store.spectra import Table as Spectrum
+from backlight.store.spectra import FIELDS, LAYER, NUMBERS, Layer, Measurement, SpectraTable
 
 CHUNK_ROWS = 250_000
 """Rows of a long table that are in memory at a time."""
@@ -47,7 +46,7 @@ class TableColumn:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class StoredTable:
     """A table of a run; ``chunks(wanted)`` yields its rows with at least the wanted columns."""
 
     name: str
@@ -71,7 +70,7 @@ _RANK = TableColumn("rank", INTEGER, "", "rank that recorded it")
 _MEASURED = TableColumn("measured", BOOLEAN, "", "whether it was; else the numbers are null")
 
 
-def tables_of(run: Run, findings: Callable[[], Sequence[Finding]] | None = None) -> dict[str, Table]:
+def tables_of(run: Run, findings: Callable[[], Sequence[Finding]] | None = None) -> dict[str, StoredTable]:
     """Return the tables of a run by name, with the stored findings unless ``findings`` returns others."""
     tables = [_series_table(run, schema) for name, schema in SERIES.items() if run.has(name)]
     tables += [_steps_table(run), scalars_table(run), _events_table(run)]
@@ -109,21 +108,21 @@ def _masked(values: npt.NDArray[Any], void: npt.NDArray[np.bool_]) -> npt.NDArra
     return masked
 
 
-def long_table(run: Run) -> Table:
+def long_table(run: Run) -> StoredTable:
     """Return gradients and updates in one table: a row per attempt, step and parameter."""
     about = "one row per attempt, step and parameter; measured is that of the gradient"
     values = [_series_column(SERIES[series], column, name) for name, (series, column) in _LONG.items()]
     columns = (_STEP, _ATTEMPT, _PARAMETER, _MEASURED, *values)
-    return Table("long", about, columns, lambda wanted: _series_chunks(run, _LONG, wanted, "norm"))
+    return StoredTable("long", about, columns, lambda wanted: _series_chunks(run, _LONG, wanted, "norm"))
 
 
-def _series_table(run: Run, schema: SeriesSchema) -> Table:
+def _series_table(run: Run, schema: SeriesSchema) -> StoredTable:
     names = [c.name for c in schema.columns if c.name != "measured"] + [d.name for d in schema.derived]
     of = {name: (schema.name, name) for name in ("measured", *names)}
     values = [_series_column(schema, name, name) for name in names]
     columns = (_STEP, _ATTEMPT, _PARAMETER, _MEASURED, *values)
     meaning = f"one row per step and parameter of the series {schema.name}"
-    return Table(schema.name, meaning, columns, lambda wanted: _series_chunks(run, of, wanted))
+    return StoredTable(schema.name, meaning, columns, lambda wanted: _series_chunks(run, of, wanted))
 
 
 def _series_chunks(
@@ -157,7 +156,7 @@ def _series_chunks(
             yield out
 
 
-def _steps_table(run: Run) -> Table:
+def _steps_table(run: Run) -> StoredTable:
     sources = {name: ("backlight", name) for name in run.scalar_names("backlight")}
     sources |= {f"user/{name}": ("user", name) for name in run.scalar_names("user")}
 
@@ -179,10 +178,10 @@ def _steps_table(run: Run) -> Table:
         for name, (source, of) in sources.items()
     ]
     meaning = "one row per step, a column per scalar; a later attempt counts"
-    return Table("steps", meaning, (_STEP, *scalar_columns), chunks)
+    return StoredTable("steps", meaning, (_STEP, *scalar_columns), chunks)
 
 
-def scalars_table(run: Run) -> Table:
+def scalars_table(run: Run) -> StoredTable:
     """Return the scalars: a row per attempt, step and scalar."""
     columns = (
         _STEP,
@@ -208,10 +207,10 @@ def scalars_table(run: Run) -> Table:
                         "unit": np.full(S, scalar.unit, dtype=object),
                     }
 
-    return Table("scalars", "one row per attempt, step and scalar", columns, chunks)
+    return StoredTable("scalars", "one row per attempt, step and scalar", columns, chunks)
 
 
-def _events_table(run: Run) -> Table:
+def _events_table(run: Run) -> StoredTable:
     columns: Fields = {
         _STEP: "step",
         _ATTEMPT: "attempt",
@@ -223,7 +222,7 @@ def _events_table(run: Run) -> Table:
     return _listed("events", "one row per event", columns, run.events)
 
 
-def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
+def findings_table(findings: Callable[[], Sequence[Finding]]) -> StoredTable:
     """Return the table of the findings that ``findings`` returns when its rows are read."""
     columns: Fields = {
         TableColumn("rule", TEXT): "rule",
@@ -247,7 +246,7 @@ def findings_table(findings: Callable[[], Sequence[Finding]]) -> Table:
     return _listed("findings", "one row per finding", columns, findings)
 
 
-def _parameters_table(run: Run) -> Table:
+def _parameters_table(run: Run) -> StoredTable:
     columns: Fields = {
         _PARAMETER: "name",
         TableColumn("shape", TEXT, "", "as 64x32"): lambda p: "x".join(
@@ -271,7 +270,7 @@ def _parameters_table(run: Run) -> Table:
     return _listed("parameters", "one row per parameter", columns, run.parameters)
 
 
-def _attempts_table(run: Run) -> Table:
+def _attempts_table(run: Run) -> StoredTable:
     columns: Fields = {
         _ATTEMPT: "index",
         TableColumn("step_offset", INTEGER, "step", "number of its first step"): "step_offset",
@@ -307,7 +306,7 @@ _LAYER_COLUMNS: Mapping[str, str] = MappingProxyType(
 _LAYER_COUNTS = ("replicates", "identifiable")
 
 
-def spectra_table(run: Run, max_directions: int | None = None) -> Table:
+def spectra_table(run: Run, max_directions: int | None = None) -> StoredTable:
     """Return the spectra: a row per step, layer and direction, with the numbers of the layer in each."""
     if max_directions is not None and max_directions < 1:
         raise ExportError(f"--max-directions must be at least 1, got {max_directions}")
@@ -330,10 +329,10 @@ def spectra_table(run: Run, max_directions: int | None = None) -> Table:
         *(TableColumn(name, FLOAT, NUMBERS[number]) for name, number in _LAYER_COLUMNS.items()),
         *(TableColumn(name, INTEGER, NUMBERS[name]) for name in _LAYER_COUNTS),
     )
-    return Table("spectra", "one row per step, layer and direction of its spectrum", columns, chunks)
+    return StoredTable("spectra", "one row per step, layer and direction of its spectrum", columns, chunks)
 
 
-def _spectrum_rows(layer: Layer, at: Measurement, spectrum: Spectrum | None, most: int | None) -> Chunk:
+def _spectrum_rows(layer: Layer, at: Measurement, spectrum: SpectraTable | None, most: int | None) -> Chunk:
     D = 0
     if spectrum is not None:
         measured = np.flatnonzero(~np.isnan(spectrum["singular_value"]) | ~np.isnan(spectrum["echo"]))
@@ -368,7 +367,7 @@ _EMPTY: dict[str, tuple[Any, Any]] = {
 }  # fmt: skip
 
 
-def _listed(name: str, meaning: str, columns: Fields, rows: Callable[[], Iterable[Any]]) -> Table:
+def _listed(name: str, meaning: str, columns: Fields, rows: Callable[[], Iterable[Any]]) -> StoredTable:
     """Return a table of one chunk with a row for each record that ``rows`` returns."""
 
     def chunks(wanted: Collection[str]) -> Iterator[Chunk]:
@@ -384,7 +383,7 @@ def _listed(name: str, meaning: str, columns: Fields, rows: Callable[[], Iterabl
                 out[column.name] = _masked(values, np.array([cell is None for cell in cells], dtype=bool))
         yield out
 
-    return Table(name, meaning, tuple(columns), chunks)
+    return StoredTable(name, meaning, tuple(columns), chunks)
 
 
 def _text(value: Any) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from backlight.text import duration, percent
 from backlight.trace.classification import PHASES, PROFILER_RANGE, RUNTIME
-from backlight.trace.copies import Copy, Transfer, copies, transfers
+from backlight.trace.copies import Copy, DeviceCopies, copies, transfers
 from backlight.trace.critical_path import CriticalPath, Paths
 from backlight.trace.device_queues import Launches, Stream, by_stream, launches, streams
 from backlight.trace.events import Integers, Trace, TraceError
@@ -207,7 +207,7 @@ def _spelled(symbol: int, pairs: list[tuple[int, int]], base: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class StepRow:
+class TracedStep:
     """One step on one device; nanoseconds. ``device`` is None, with no device time, where there is none.
 
     ``busy + idle.total == duration`` where there is a device: ``busy`` is the union of its events.
@@ -235,7 +235,7 @@ class RankAnalysis:
     rank: int | None
     events: int
     devices: dict[int, str]
-    steps: tuple[StepRow, ...]
+    steps: tuple[TracedStep, ...]
     delayed: tuple[int | None, ...]
     host_total: int
     device_total: int
@@ -244,7 +244,7 @@ class RankAnalysis:
     kinds: tuple[Row, ...]
     operators: tuple[Row, ...]
     kernels: tuple[Row, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[DeviceCopies, ...]
     copies: tuple[Copy, ...]
     pairs: tuple[Pair, ...]
     annotations: tuple[Annotation, ...]
@@ -258,7 +258,7 @@ class RankAnalysis:
     notes: tuple[str, ...]
 
     @property
-    def usual_steps(self) -> tuple[StepRow, ...]:
+    def usual_steps(self) -> tuple[TracedStep, ...]:
         """The steps that are not delayed."""
         return tuple(row for row in self.steps if row.number not in self.delayed)
 
@@ -355,7 +355,7 @@ def chosen_steps(timeline: Timeline, number: int | None) -> list[Step]:
     return chosen
 
 
-def _step_rows(timeline: Timeline, steps: list[Step], devices: list[int]) -> list[StepRow]:
+def _step_rows(timeline: Timeline, steps: list[Step], devices: list[int]) -> list[TracedStep]:
     paths = Paths(timeline)
     uses = {device: Utilization(timeline, device) for device in devices}
     rows = []
@@ -363,14 +363,16 @@ def _step_rows(timeline: Timeline, steps: list[Step], devices: list[int]) -> lis
         path = paths.of(step)
         length = step.end - step.start
         if not devices:
-            rows.append(StepRow(step.number, length, None, 0, Idle(), Overlap(0, 0, 0), path))
+            rows.append(TracedStep(step.number, length, None, 0, Idle(), Overlap(0, 0, 0), path))
         for device, use in uses.items():
             busy = use.busy.within(step.start, step.end).length
-            rows.append(StepRow(step.number, length, device, busy, use.idle(step), use.overlap(step), path))
+            rows.append(
+                TracedStep(step.number, length, device, busy, use.idle(step), use.overlap(step), path)
+            )
     return rows
 
 
-def _notes(timeline: Timeline, costs: Costs, rows: tuple[StepRow, ...]) -> list[str]:
+def _notes(timeline: Timeline, costs: Costs, rows: tuple[TracedStep, ...]) -> list[str]:
     notes = []
     if costs.device_total and not any(row.critical_path.device for row in rows):
         notes.append(

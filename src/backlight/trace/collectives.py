@@ -17,7 +17,7 @@ GLOO = "gloo:"
 
 
 @dataclass(frozen=True)
-class Collective:
+class TracedCollective:
     """One collective: nanoseconds on the trace's clock, and the ranks of its group, None where unknown.
 
     ``operation`` is what torch calls it, such as ``allreduce``, empty where that is not recorded; ``bytes``
@@ -33,7 +33,7 @@ class Collective:
     end: int
 
 
-def collectives(timeline: Timeline) -> list[Collective]:
+def collectives(timeline: Timeline) -> list[TracedCollective]:
     """Return the collectives of a rank by start: kernels of its devices, and annotations of gloo."""
     trace, events, device, tree = timeline.trace, timeline.events, timeline.device, timeline.tree
     groups = _configured(trace)
@@ -75,7 +75,7 @@ def collectives(timeline: Timeline) -> list[Collective]:
     starts = events["start"][rows]
     steps: Integers = timeline.step_of(starts)
     calls = [
-        Collective(
+        TracedCollective(
             timeline.steps[index].number if index >= 0 else None,
             timeline.name(row),
             operation(row, launch),

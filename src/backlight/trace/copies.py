@@ -24,7 +24,7 @@ _PYTHON_LINE = re.compile(r"^(?P<file>.+\.py)\((?P<line>\d+)\): (?P<function>.*)
 
 
 @dataclass(frozen=True)
-class Transfer:
+class DeviceCopies:
     """Copies that the device made, by direction: ``Memcpy HtoD (Pageable -> Device)``."""
 
     name: str
@@ -53,7 +53,7 @@ class Copy:
     share: float
 
 
-def transfers(costs: Costs) -> list[Transfer]:
+def transfers(costs: Costs) -> list[DeviceCopies]:
     """Return the work of the device's copy engines, by name; time as part of the union."""
     device, events = costs.timeline.device, costs.timeline.events
     copies = events.among(MEMCPY)[device.rows[costs.device_rows]]
@@ -64,7 +64,9 @@ def transfers(costs: Costs) -> list[Transfer]:
         here = events["name"][rows] == code
         size = events["bytes"][rows[here]]
         total = int(size[size >= 0].sum()) if (size >= 0).any() else None
-        table.append(Transfer(events.words["name"][int(code)], int(here.sum()), total, int(time[here].sum())))
+        table.append(
+            DeviceCopies(events.words["name"][int(code)], int(here.sum()), total, int(time[here].sum()))
+        )
     return sorted(table, key=lambda transfer: transfer.device, reverse=True)
 
 

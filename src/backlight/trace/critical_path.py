@@ -48,7 +48,7 @@ class CriticalPath:
 
 
 @dataclass(frozen=True)
-class Part:
+class PathPart:
     """A part of a path: ``where`` is host, launch, device or wait; ``name`` is that of its device event."""
 
     where: str
@@ -108,17 +108,20 @@ class Paths:
         kinds = {KINDS[code].value: int(by_kind[code]) for code in np.argsort(-by_kind) if by_kind[code]}
         return CriticalPath(self._on_host(host), kinds, launch - int(spent.sum()), synchronisation)
 
-    def parts(self, step: Step) -> list[Part]:
+    def parts(self, step: Step) -> list[PathPart]:
         """Return the parts of the path of one step by time; those without length are left out."""
         device, legs = self._timeline.device, []
         for begin, end, events, launched in self._legs(step):
-            legs.append(Part("host", "host", begin, end))
+            legs.append(PathPart("host", "host", begin, end))
             for event, ended in zip(events, [*(self._end[e] for e in events[1:]), launched], strict=False):
                 name = self._timeline.name(int(device.rows[event]))
                 if event == events[0]:
-                    legs.append(Part("wait", name, self._end[event], begin))
+                    legs.append(PathPart("wait", name, self._end[event], begin))
                 start = max(int(device.start[event]), step.start)
-                legs += [Part("device", name, start, self._end[event]), Part("launch", name, ended, start)]
+                legs += [
+                    PathPart("device", name, start, self._end[event]),
+                    PathPart("launch", name, ended, start),
+                ]
         return [part for part in reversed(legs) if part.end > part.start]
 
     def _legs(self, step: Step) -> Iterator[tuple[int, int, list[int], int]]:

@@ -17,7 +17,7 @@ FULL_QUEUE = 1022
 
 
 @dataclass(frozen=True)
-class Spread:
+class TimeSpread:
     """Smallest, median, 95th percentile and largest of some values, in nanoseconds."""
 
     min: int
@@ -26,7 +26,7 @@ class Spread:
     max: int
 
     @classmethod
-    def of(cls, values: Integers) -> Spread:
+    def of(cls, values: Integers) -> TimeSpread:
         """Return the spread of one or more values."""
         return cls(*(int(q) for q in np.quantile(values, (0.0, 0.5, 0.95, 1.0))))
 
@@ -42,8 +42,8 @@ class Launches:
 
     name: str
     calls: int
-    call: Spread
-    delay: Spread
+    call: TimeSpread
+    delay: TimeSpread
     short: int
 
 
@@ -86,7 +86,7 @@ def launches(costs: Costs) -> list[Launches]:
         by_name.append(
             Launches(
                 events.words["name"][int(code)], int(here.sum()),
-                Spread.of(call[here]), Spread.of(delay[here]), int(short[here].sum()),
+                TimeSpread.of(call[here]), TimeSpread.of(delay[here]), int(short[here].sum()),
             )
         )  # fmt: skip
     return sorted(by_name, key=lambda launch: -launch.calls)

@@ -13,7 +13,7 @@ import numpy as np
 
 from backlight.records import Phase
 from backlight.trace.classification import ANNOTATION, ENGINE, OPERATOR
-from backlight.trace.device_queues import Spread
+from backlight.trace.device_queues import TimeSpread
 from backlight.trace.events import Column, Events, Integers, Mask
 from backlight.trace.intervals import union
 from backlight.trace.operators import Costs
@@ -38,8 +38,8 @@ class Annotation:
     device: int
     share: float
     steps: int
-    host_per_step: Spread | None
-    device_per_step: Spread | None
+    host_per_step: TimeSpread | None
+    device_per_step: TimeSpread | None
 
 
 def by_annotation(costs: Costs, launched: Integers) -> list[Annotation]:
@@ -64,7 +64,7 @@ def by_annotation(costs: Costs, launched: Integers) -> list[Annotation]:
         spent, on_device = int(host[once].sum()), int(device[once].sum())
         numbers, at = np.unique(steps[once], return_inverse=True)
         per_step = [
-            Spread.of(np.bincount(at, time[once])) if len(numbers) >= MIN_STEPS else None
+            TimeSpread.of(np.bincount(at, time[once])) if len(numbers) >= MIN_STEPS else None
             for time in (host, device)
         ]
         by_name.append(

@@ -69,7 +69,7 @@ _LISTED: dict[str, Callable[[list[Any]], list[Any]]] = {
 """Function that lists one attribute of many objects: a comprehension reads it twice as fast as attrgetter."""
 
 
-class Event(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
+class TraceEvent(msgspec.Struct, gc=False, tag_field="ph", tag="X"):
     """One complete event; its start stays text: a float has lost the nanoseconds of a time since 1970."""
 
     category: str = msgspec.field(default="", name="cat")
@@ -87,7 +87,7 @@ _OTHERS: list[Any] = [
 ]
 """Events of the other kinds of the Chrome format, of which nothing is read."""
 
-ANY_EVENT: Any = reduce(or_, _OTHERS, Event)
+ANY_EVENT: Any = reduce(or_, _OTHERS, TraceEvent)
 """Type of an event of any kind."""
 
 _events = msgspec.json.Decoder(list[ANY_EVENT])
@@ -137,7 +137,7 @@ class Columns:
         """Decode a JSON array of events; a :class:`msgspec.DecodeError` passes through."""
         events = _events.decode(text)
         self.count += len(events)
-        columns = self._of_events([event for event in events if type(event) is Event])
+        columns = self._of_events([event for event in events if type(event) is TraceEvent])
         ranges = {self._vocabularies["category"].get(word, MISSING - 1) for word in PROFILER_RANGE}
         if not ranges.isdisjoint(columns["category"].tolist()):
             self._add_counters(columns, msgspec.json.decode(text))
@@ -157,7 +157,7 @@ class Columns:
         self._add_counters(columns, plain)
         return columns
 
-    def _of_events(self, events: list[Event]) -> dict[str, Column]:
+    def _of_events(self, events: list[TraceEvent]) -> dict[str, Column]:
         """Return arrays for :data:`COLUMNS`, without those that no event states."""
         columns = {
             "start": nanoseconds(_LISTED["start"](events)),
@@ -254,7 +254,7 @@ def repaired(text: bytes) -> bytes:
     return _NOT_NUMBERS.sub(rb"\1null", text).decode("utf-8", "replace").encode()
 
 
-def _event(plain: dict[str, Any]) -> Event:
+def _event(plain: dict[str, Any]) -> TraceEvent:
     inner = plain.get("args")
     inner = inner if isinstance(inner, dict) else {}
     fields: dict[str, Any] = {}
@@ -266,7 +266,7 @@ def _event(plain: dict[str, Any]) -> Event:
             fields[name] = msgspec.Raw(msgspec.json.encode(value))
         else:
             fields[name] = _integer(value) if name in _NUMBERS else _string(value)
-    return Event(
+    return TraceEvent(
         category=_string(plain.get("cat")),
         name=_string(plain.get("name")),
         process=_string(plain.get("pid")),

@@ -13,7 +13,7 @@ from typing import Any
 
 from backlight.answer import Column, Table, share, word
 from backlight.text import number, scaled
-from backlight.trace.analysis import RankAnalysis, StepRow
+from backlight.trace.analysis import RankAnalysis, TracedStep
 from backlight.trace.classification import distinct_names, short
 from backlight.trace.ranks import Group, Lateness, Ranks
 from backlight.trace.trace_diff import TraceDiff
@@ -68,8 +68,8 @@ def rank_tables(rank: RankAnalysis) -> list[Table]:
 
 
 def _use(rank: RankAnalysis) -> Iterator[Table]:
-    def part(title: str, of: Callable[[StepRow], int]) -> Column:
-        def value(row: StepRow) -> float | None:
+    def part(title: str, of: Callable[[TracedStep], int]) -> Column:
+        def value(row: TracedStep) -> float | None:
             return None if row.device is None or not row.duration else of(row) / row.duration
 
         return Column(title, value, share)

@@ -31,7 +31,7 @@ from backlight.diagnose.memory.predictor import (
     predict,
 )
 from backlight.diagnose.memory.result import PredictedMemory, PredictionError
-from backlight.diagnose.memory.storage_log import Kind
+from backlight.diagnose.memory.storage_log import MemoryKind
 from backlight.launch.recipe import Recipe, read_recipe
 from diagnose.memory import matrix_recipe as matrix
 from diagnose.memory import measured
@@ -106,9 +106,9 @@ def test_kinds_of_a_prediction_match_the_model() -> None:
     model = matrix.build_model("gpt_tied")
     held = sum(p.nbytes for p in model.parameters())
     assert prediction.parameters == sum(p.numel() for p in model.parameters())
-    assert prediction.kinds[Kind.PARAMETERS] == held
+    assert prediction.kinds[MemoryKind.PARAMETERS] == held
     # AdamW holds two moments, and a count of four bytes for each parameter.
-    assert prediction.kinds[Kind.OPTIMIZER_STATE] == 2 * held + 4 * len(list(model.parameters()))
+    assert prediction.kinds[MemoryKind.OPTIMIZER_STATE] == 2 * held + 4 * len(list(model.parameters()))
     assert sum(prediction.kinds.values()) == prediction.peak == prediction.peak_unrounded
     logits = prediction.logits
     assert logits is not None

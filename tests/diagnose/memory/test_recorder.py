@@ -10,8 +10,8 @@ from torch import nn
 
 from backlight.diagnose.memory.operations import OperationCounter
 from backlight.diagnose.memory.prediction import checkpoint_modules
-from backlight.diagnose.memory.recorder import Recorder
-from backlight.diagnose.memory.storage_log import Account, Kind, Storage
+from backlight.diagnose.memory.recorder import MemoryRecorder
+from backlight.diagnose.memory.storage_log import Account, MemoryKind, Storage
 from backlight.records import Phase
 
 
@@ -34,8 +34,8 @@ class Net(nn.Module):
         return self.second(self.first(x)) * self.scale
 
 
-def record(model: nn.Module, recorder: Recorder | None = None, steps: int = 1) -> Recorder:
-    recorder = Recorder([model]) if recorder is None else recorder
+def record(model: nn.Module, recorder: MemoryRecorder | None = None, steps: int = 1) -> MemoryRecorder:
+    recorder = MemoryRecorder([model]) if recorder is None else recorder
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with recorder:
         for _ in range(steps):
@@ -52,7 +52,7 @@ def record(model: nn.Module, recorder: Recorder | None = None, steps: int = 1) -
     return recorder
 
 
-def of(recorder: Recorder, kind: Kind) -> list[Storage]:
+def of(recorder: MemoryRecorder, kind: MemoryKind) -> list[Storage]:
     return [storage for storage in recorder.log.storages if storage.kind is kind]
 
 
@@ -60,12 +60,12 @@ def test_kinds_have_the_bytes_of_the_tensors() -> None:
     model = Net()
     recorder = record(model)
     held = sum(p.nbytes for p in model.parameters())
-    assert sum(s.nbytes for s in of(recorder, Kind.PARAMETERS)) == held
-    assert sum(s.nbytes for s in of(recorder, Kind.GRADIENTS)) == held
-    assert sum(s.nbytes for s in of(recorder, Kind.OPTIMIZER_STATE)) == held
-    assert [s.nbytes for s in of(recorder, Kind.BUFFERS)] == [8 * 4]
-    assert [s.nbytes for s in of(recorder, Kind.INPUTS)] == [16 * 8 * 4]
-    assert {s.module for s in of(recorder, Kind.GRADIENTS)} == {
+    assert sum(s.nbytes for s in of(recorder, MemoryKind.PARAMETERS)) == held
+    assert sum(s.nbytes for s in of(recorder, MemoryKind.GRADIENTS)) == held
+    assert sum(s.nbytes for s in of(recorder, MemoryKind.OPTIMIZER_STATE)) == held
+    assert [s.nbytes for s in of(recorder, MemoryKind.BUFFERS)] == [8 * 4]
+    assert [s.nbytes for s in of(recorder, MemoryKind.INPUTS)] == [16 * 8 * 4]
+    assert {s.module for s in of(recorder, MemoryKind.GRADIENTS)} == {
         f"{outer}.{inner}" for outer in ("first", "second") for inner in ("up", "down")
     }
 
@@ -86,12 +86,12 @@ def test_tied_weight_is_counted_once() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     recorder = record(model)
-    assert [s.nbytes for s in of(recorder, Kind.PARAMETERS)] == [8 * 8 * 4]
-    assert [s.nbytes for s in of(recorder, Kind.GRADIENTS)] == [8 * 8 * 4]
+    assert [s.nbytes for s in of(recorder, MemoryKind.PARAMETERS)] == [8 * 8 * 4]
+    assert [s.nbytes for s in of(recorder, MemoryKind.GRADIENTS)] == [8 * 8 * 4]
 
 
 def test_views_and_in_place_operations_allocate_nothing() -> None:
-    recorder = Recorder([])
+    recorder = MemoryRecorder([])
     with recorder:
         x = torch.ones(10, 10)
         count = len(recorder.log.storages)
@@ -104,7 +104,7 @@ def test_views_and_in_place_operations_allocate_nothing() -> None:
 
 
 def test_storage_at_a_reused_address_is_a_new_one() -> None:
-    recorder = Recorder([])
+    recorder = MemoryRecorder([])
     with recorder:
         for _ in range(50):
             made = torch.empty(1000)
@@ -117,13 +117,13 @@ def test_storage_at_a_reused_address_is_a_new_one() -> None:
 def test_recomputed_activations_belong_to_their_module() -> None:
     model = Net()
     plain, recomputing = record(model), OperationCounter()
-    wrapped = Recorder([model], recomputing)
+    wrapped = MemoryRecorder([model], recomputing)
     checkpoint_modules(model, ["first", "second"], wrapped.module)
     record(model, wrapped)
-    plain_storages = [s for s in of(plain, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
-    checkpointed = [s for s in of(wrapped, Kind.ACTIVATIONS) if s.phase == Phase.FORWARD]
+    plain_storages = [s for s in of(plain, MemoryKind.ACTIVATIONS) if s.phase == Phase.FORWARD]
+    checkpointed = [s for s in of(wrapped, MemoryKind.ACTIVATIONS) if s.phase == Phase.FORWARD]
     assert sum(s.nbytes for s in checkpointed) < sum(s.nbytes for s in plain_storages)
-    recomputed = [s for s in of(wrapped, Kind.ACTIVATIONS) if s.phase == Phase.BACKWARD]
+    recomputed = [s for s in of(wrapped, MemoryKind.ACTIVATIONS) if s.phase == Phase.BACKWARD]
     assert {"first", "second"} <= {s.module for s in recomputed if "tanh" in s.operation}
     # The second product is not needed to compute the gradients: it is stopped before.
     assert recomputing.flops().recomputed == 2 * (2 * 16 * 8 * 32)
@@ -134,7 +134,7 @@ def test_recording_changes_nothing() -> None:
         torch.manual_seed(3)
         model = Net()
         if watched:
-            record(model, Recorder([model], OperationCounter()), steps=3)
+            record(model, MemoryRecorder([model], OperationCounter()), steps=3)
         else:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             for _ in range(3):
@@ -153,7 +153,7 @@ def test_error_of_the_recorder_does_not_stop_the_step() -> None:
         raise RuntimeError("injected")
 
     model = Net()
-    recorder = record(model, Recorder([model], broken))
+    recorder = record(model, MemoryRecorder([model], broken))
     assert "injected" in recorder.trouble
     assert all(p.grad is None for p in model.parameters())
 
@@ -161,7 +161,7 @@ def test_error_of_the_recorder_does_not_stop_the_step() -> None:
 def test_flops_of_known_products() -> None:
     model = nn.Linear(8, 32)
     counter = OperationCounter()
-    record(model, Recorder([model], counter))
+    record(model, MemoryRecorder([model], counter))
     assert counter.flops().forward == 2 * 16 * 8 * 32
     assert counter.flops().backward == 2 * 16 * 8 * 32  # the input needs no gradient
     assert counter.flops().modules[""] == counter.flops().forward
@@ -169,19 +169,19 @@ def test_flops_of_known_products() -> None:
 
 def test_sparse_gradients_are_counted_by_their_parts() -> None:
     model = nn.Sequential(nn.Embedding(100, 4, sparse=True))
-    recorder = Recorder([model])
+    recorder = MemoryRecorder([model])
     with recorder:
         recorder.begin_phase(Phase.FORWARD)
         loss = model(torch.tensor([1, 5])).sum()
         recorder.begin_phase(Phase.BACKWARD)
         loss.backward()
         recorder.begin_phase(Phase.OTHER)
-    assert sum(s.nbytes for s in of(recorder, Kind.GRADIENTS)) == 2 * 4 * 4 + 2 * 8
+    assert sum(s.nbytes for s in of(recorder, MemoryKind.GRADIENTS)) == 2 * 4 * 4 + 2 * 8
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_only_one_device_type_is_counted(device: str) -> None:
-    recorder = Recorder([], device=device)
+    recorder = MemoryRecorder([], device=device)
     with recorder:
         kept = [torch.empty(10, device="cpu"), torch.empty(20, device="meta")]
     assert Account(recorder.log).peak == (40 if device == "cpu" else 80)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.diagnose.memory.storage_log import Account, Kind, Storage, StorageLog
+from backlight.diagnose.memory.storage_log import Account, MemoryKind, Storage, StorageLog
 
 MODULES = ("", "a", "a.b", "c")
 
@@ -19,7 +19,7 @@ def storage_logs(draw: st.DrawFn) -> StorageLog:
         if live and draw(st.booleans()):
             log.free(live.pop(draw(st.integers(0, len(live) - 1))))
         else:
-            kind, module = draw(st.sampled_from(list(Kind))), draw(st.sampled_from(MODULES))
+            kind, module = draw(st.sampled_from(list(MemoryKind))), draw(st.sampled_from(MODULES))
             size = draw(st.integers(1, 5000))
             live.append(log.allocate(Storage(size, kind, module, "forward", "made", (size,), "uint8")))
         if draw(st.integers(0, 9)) == 0:

@@ -15,14 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from answers import Command
 from backlight.capture.hub import HUB
-from backlight.diagnose.missing_gradients.observer import MissingGradientObserver, MissingGradients, Row
+from backlight.diagnose.missing_gradients.observer import (
+    MissingGradientObserver,
+    MissingGradients,
+    ParameterState,
+)
 from cases import CASE_NAMES, CASES, assert_equal
 from faults.injection import Ended, Fault, Train, end, run_under
 from faults.missing_gradients import FAULTS, NON_LEAF, OVERWRITTEN, adversarial
 
 
-def observe(train: Train, injected: bool, steps: int = 2) -> tuple[MissingGradients, list[Row]]:
-    early: list[Row] = []
+def observe(train: Train, injected: bool, steps: int = 2) -> tuple[MissingGradients, list[ParameterState]]:
+    early: list[ParameterState] = []
     observer = MissingGradientObserver(steps, end, lambda rows, _line: early.extend(rows))
     run_under(observer, train, injected)
     assert not HUB.active
@@ -184,7 +188,7 @@ def test_command_in_json(tmp_path: Path, command: Command) -> None:
     code, out, errors = command("why-no-grad", "--json", "--fail-on", "any", "train.py")
     assert code == 1, errors
     answer = json.loads(out)
-    assert [(r["parameter"], r["cause"], r["found"]) for r in answer["not_trained"]] == [
+    assert [(r["parameter"], r["cause"], r["when"]) for r in answer["not_trained"]] == [
         ("0.weight", "cut", "before backward"),
         ("0.bias", "cut", "before backward"),
     ]

@@ -29,7 +29,7 @@ EACH = pytest.mark.parametrize("fault", FAULTS.values(), ids=list(FAULTS))
 
 @EACH
 def test_origin(fault: Fault) -> None:
-    found = tracer(fault.train, injected=True).found
+    found = tracer(fault.train, injected=True).origin
     expected = dict(fault.expected)
     assert (found.constant is not None) == expected.pop("constant", False)
     assert found.is_input == expected.pop("is_input", False)
@@ -47,7 +47,7 @@ def test_origin(fault: Fault) -> None:
 @EACH
 def test_control_is_silent(fault: Fault) -> None:
     observer = tracer(fault.train, injected=False)
-    assert observer.found is None
+    assert observer.origin is None
     assert observer.backwards == 4
 
 
@@ -59,16 +59,16 @@ def test_steps_are_counted_to_the_last(max_steps: int | None, steps: int) -> Non
 
 
 def test_spread_of_a_non_finite_value() -> None:
-    found = tracer(FAULTS["origin_in_backward_only"].train, injected=True).found
+    found = tracer(FAULTS["origin_in_backward_only"].train, injected=True).origin
     # Backward goes from the last layer to the first: parameters behind the origin are affected, none before.
     assert set(found.parameters) == {"first.weight", "first.bias"}
     assert "Root" not in found.modules
-    found = tracer(FAULTS["origin_in_forward"].train, injected=True).found
+    found = tracer(FAULTS["origin_in_forward"].train, injected=True).origin
     assert found.modules == ["second", "last"]
 
 
 def test_custom_backward_has_its_own_line() -> None:
-    found = tracer(FAULTS["origin_in_a_custom_backward"].train, injected=True).found
+    found = tracer(FAULTS["origin_in_a_custom_backward"].train, injected=True).origin
     assert "ctx.divisor" in found.record.own_line.text
     assert found.record.line.function in {"forward", "third"}
 
@@ -76,7 +76,7 @@ def test_custom_backward_has_its_own_line() -> None:
 def test_skipped_steps_of_a_searching_scaler_are_not_reported() -> None:
     skipped: list[int] = []
     observer = tracer(lambda _injected: skipped.append(scaler_searches()), injected=False)
-    assert observer.found is None
+    assert observer.origin is None
     assert skipped == [observer.skipped_steps]
     assert observer.skipped_steps > 0
 
@@ -100,9 +100,9 @@ def test_cases_stay_bit_identical_and_finite(name: str, monkeypatch: pytest.Monk
     assert observer.notes == []
     if name in OVERFLOWING:
         assert name in ended
-        assert "inf" in observer.found.record.line.text
+        assert "inf" in observer.origin.record.line.text
     else:
-        assert observer.found is None
+        assert observer.origin is None
 
 
 SCRIPT = """
@@ -122,7 +122,7 @@ def test_command(tmp_path: Path, command: Command) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     code, out, errors = command("nan", "--json", "--fail-on", "any", "train.py")
     assert code == 1, errors
-    found = json.loads(out)["found"]
+    found = json.loads(out)["origin"]
     assert (found["step"], found["phase"], found["value"]) == (3, "forward", "infinity")
     assert found["line"]["number"] == 8
     assert errors == "step 0\nstep 1\nstep 2\nstep 3\n"
@@ -151,7 +151,7 @@ def test_rank_of_the_origin(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
     done = run_ranks(tmp_path, "-m", "backlight", "nan", "--json", "train.py")
     assert all(one.stdout for one in done), [one.stderr for one in done]
-    found = [json.loads(one.stdout)["found"] for one in done]
+    found = [json.loads(one.stdout)["origin"] for one in done]
     assert [(f["step"], f["is_input"]) for f in found] == [(2, True), (2, False)]
     assert found[1]["operation"] == "sqrt.default"
     assert found[1]["line"]["number"] == 11

@@ -14,7 +14,7 @@ from backlight.cli.console import Page
 from backlight.diagnose.scaling import sweep as sweeps
 from backlight.diagnose.scaling.answer import answer as sweep_answer
 from backlight.diagnose.scaling.power_law import ScalingError
-from backlight.diagnose.scaling.sweep import Point, _ask, _laws, parse_axes, sweep
+from backlight.diagnose.scaling.sweep import ScalingPoint, _ask, _laws, parse_axes, sweep
 from backlight.diagnose.scaling.worker import answer, measure
 from backlight.launch.recipe import RecipeError, read_recipe
 
@@ -174,7 +174,7 @@ def test_sizes_beyond_reach_are_refused_before_a_measurement(
 
 def test_settings_without_sizes_are_not_fitted() -> None:
     names = ("relu", "gelu", "silu")
-    laws, notes = _laws([Point({"act": n}, "measured", parameters=5, step_ms=1.0) for n in names])
+    laws, notes = _laws([ScalingPoint({"act": n}, "measured", parameters=5, step_ms=1.0) for n in names])
     assert laws == []
     assert "no setting with two or more sizes" in notes[0]
 

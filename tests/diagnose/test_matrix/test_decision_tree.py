@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from backlight.diagnose.test_matrix.decision_tree import Status, check_tree, walk
-from backlight.diagnose.test_matrix.evaluation import Comparison, Effect, Evaluation
-from backlight.diagnose.test_matrix.plan import Plan, read_plan
+from backlight.diagnose.test_matrix.evaluation import CaseComparison, Effect, Evaluation
+from backlight.diagnose.test_matrix.plan import MatrixPlan, read_plan
 from backlight.records import DiagnosisKind
 
 TREE = """
@@ -45,12 +45,12 @@ def evaluation(verdict: DiagnosisKind) -> Evaluation:
     return Evaluation(verdict, "")
 
 
-def order(plan: Plan) -> tuple[str, ...]:
+def order(plan: MatrixPlan) -> tuple[str, ...]:
     return check_tree(plan, {"base": "", "knob": "base", "other": ""})
 
 
-def comparison(outcome: str, why: str = "") -> Comparison:
-    return Comparison("knob", "base", "argument", Effect.OBSERVED, (), (), outcome, "", why)
+def comparison(outcome: str, why: str = "") -> CaseComparison:
+    return CaseComparison("knob", "base", "argument", Effect.OBSERVED, (), (), outcome, "", why)
 
 
 @pytest.mark.parametrize(

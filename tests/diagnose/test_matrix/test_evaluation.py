@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from backlight import codec
-from backlight.diagnose.test_matrix.case_run import Observation, Progress
+from backlight.diagnose.test_matrix.case_run import CaseObservation, CaseProgress
 from backlight.diagnose.test_matrix.evaluation import CaseResult, Effect, Evaluation, compare, evaluate
 from backlight.diagnose.test_matrix.plan import Case
 from backlight.records import DiagnosisKind, Finding, Fingerprint, Phase, Severity, Subject
@@ -31,9 +31,9 @@ LONG_OP = process("LONG_OP", "in one operation")
 
 
 def over(
-    sample: Attached = IDLE, *progress: Progress, printed: int = 0, stall: Finding | None = None
-) -> Observation:
-    return Observation(
+    sample: Attached = IDLE, *progress: CaseProgress, printed: int = 0, stall: Finding | None = None
+) -> CaseObservation:
+    return CaseObservation(
         12.0, window_s=4.0, output=printed, progress=progress, processes=(sample,), stall=stall
     )
 
@@ -45,8 +45,8 @@ def stall(verdict: str) -> Finding:
     )  # fmt: skip
 
 
-def steps(before: int, middle: int, after: int) -> Progress:
-    return Progress("in the output", before, middle, after)
+def steps(before: int, middle: int, after: int) -> CaseProgress:
+    return CaseProgress("in the output", before, middle, after)
 
 
 def test_a_wait_on_one_line_is_blocked() -> None:
@@ -76,7 +76,7 @@ def test_a_worker_explains_more_than_its_launcher() -> None:
         over(SPINNING, steps(1, 1, 2)),
     ],
 )
-def test_evidence_that_does_not_decide_is_unknown(seen: Observation) -> None:
+def test_evidence_that_does_not_decide_is_unknown(seen: CaseObservation) -> None:
     found = evaluate(seen)
     assert found.verdict is DiagnosisKind.UNKNOWN
     assert found.alternatives == ("it is slow", "it hangs")
@@ -117,7 +117,7 @@ def test_a_stopped_process_is_stopped() -> None:
 
 
 def test_an_exit_is_evaluated_by_its_code_and_its_output() -> None:
-    done = Observation(2.0, 0)
+    done = CaseObservation(2.0, 0)
     assert evaluate(done).verdict is DiagnosisKind.PASS
     assert evaluate(replace(done, success=True)).verdict is DiagnosisKind.PASS
     assert evaluate(replace(done, success=False)).verdict is DiagnosisKind.UNKNOWN
@@ -131,7 +131,7 @@ def test_an_exit_is_evaluated_by_its_code_and_its_output() -> None:
 
 def test_an_observation_is_read_back() -> None:
     seen = over(IDLE, steps(1, 2, 3), stall=stall("SLOW"))
-    assert codec.convert(codec.plain(seen), Observation) == seen
+    assert codec.convert(codec.plain(seen), CaseObservation) == seen
 
 
 FINGERPRINT = Fingerprint(
@@ -153,7 +153,7 @@ def finished(
     case = Case(
         name, ("python", "train.py"), str(root), 10.0, shows=shows, control=control, factor="checkpointing"
     )
-    return CaseResult(case, "", f"cases/{name}/000", Observation(1.0, 0), Evaluation(verdict, ""))
+    return CaseResult(case, "", f"cases/{name}/000", CaseObservation(1.0, 0), Evaluation(verdict, ""))
 
 
 @pytest.mark.parametrize(

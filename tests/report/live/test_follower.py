@@ -20,7 +20,7 @@ from backlight.analysis.live import followed
 from backlight.records import Finding, RunStatus
 from backlight.report import verdict
 from backlight.report.live import follower
-from backlight.report.live.follower import Followed, Standing
+from backlight.report.live.follower import FollowedRun, Standing
 from backlight.report.live.overlay import Several
 from backlight.report.panel import Drawn, Panel, in_order
 from backlight.report.source import Source
@@ -28,7 +28,7 @@ from backlight.store.errors import RunFormatError
 from backlight.store.read.run import Run, Scalar, open_run
 
 
-def follow(path: Path, calls: list[Run] | None = None, cells: int | None = None) -> Followed:
+def follow(path: Path, calls: list[Run] | None = None, cells: int | None = None) -> FollowedRun:
     def evaluate(run: Run) -> list[Finding]:
         if calls is not None:
             calls.append(run)
@@ -37,16 +37,16 @@ def follow(path: Path, calls: list[Run] | None = None, cells: int | None = None)
     def read(run: Run, findings: Sequence[Finding]) -> Source:
         return Source(run, findings, **({"cells": cells} if cells else {}))
 
-    return Followed(path, evaluate, read, open_run)
+    return FollowedRun(path, evaluate, read, open_run)
 
 
-def content(followed: Followed | Several, name: str, **options: Any) -> dict[str, Any]:
+def content(followed: FollowedRun | Several, name: str, **options: Any) -> dict[str, Any]:
     sent = followed.panel(name, **options)
     assert sent is not None
     return json.loads(sent[1])
 
 
-def figures(followed: Followed) -> dict[str, str]:
+def figures(followed: FollowedRun) -> dict[str, str]:
     return {f["label"]: f["value"] for f in followed.head().get("verdict", {}).get("figures", ())}
 
 
@@ -218,7 +218,7 @@ def test_findings_are_sent_before_panels_are_read(grow: Grow) -> None:
             headlines.append((view.version, view.head()["verdict"]["headline"]))
         return Source(of, findings)
 
-    view = Followed(run.path, lambda of: list(found), gather, open_run)
+    view = FollowedRun(run.path, lambda of: list(found), gather, open_run)
     view.look()
     run.steps(5, broken=2)
     found.append(finding(run.names[2], 9))
@@ -298,7 +298,7 @@ def test_failing_rule_and_panel_are_reported(grow: Grow, monkeypatch: pytest.Mon
     def broken(of: Run) -> list[Finding]:
         raise ZeroDivisionError(f"in a rule about {of.name}")
 
-    view = Followed(run.path, broken, Source, open_run)
+    view = FollowedRun(run.path, broken, Source, open_run)
     view.look()
     assert view.stand.word is Standing.UNREADABLE
     assert view.stand.detail == "Reading it failed: ZeroDivisionError: in a rule about run"

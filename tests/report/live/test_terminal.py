@@ -14,7 +14,7 @@ from synthetic import Plan, finding
 
 from backlight.analysis.live import followed
 from backlight.records import Finding, Severity
-from backlight.report.live.follower import EMPTY, Followed
+from backlight.report.live.follower import EMPTY, FollowedRun
 from backlight.report.live.terminal import frame, show
 from backlight.report.source import Source
 from backlight.report.sparkline import outstanding, sparkline
@@ -23,14 +23,14 @@ from backlight.store.read.run import open_run
 HOSTILE = "[red]\x1b[2J\u202e[/]\nname"
 
 
-def printed(source: Source | None, view: Followed, width: int) -> str:
+def printed(source: Source | None, view: FollowedRun, width: int) -> str:
     text = io.StringIO()
     Console(file=text, width=width, force_terminal=False).print(frame(view.name, view.stand, source, width))
     return text.getvalue()
 
 
-def followed_once(path: Path, findings: Sequence[Finding] = ()) -> Followed:
-    view = Followed(path, lambda run: findings, Source, open_run)
+def followed_once(path: Path, findings: Sequence[Finding] = ()) -> FollowedRun:
+    view = FollowedRun(path, lambda run: findings, Source, open_run)
     view.look()
     return view
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from backlight.store.errors import RunFormatError
-from backlight.store.format.encoding import BLOCK_VALUES, LoggedValues, decode_scalars, encode_scalars
+from backlight.store.format.row_codec import BLOCK_VALUES, LoggedValues, decode_scalars, encode_scalars
 
 ODD = (0.0, -0.0, math.nan, math.inf, -math.inf, 0.1, 1e300, 5e-324, float(np.float32(0.1)), 1.5)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.store.format.encoding import BLOCK_VALUES
+from backlight.store.format.row_codec import BLOCK_VALUES
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.compact import compact
 from backlight.store.write.writer import RunWriter

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from backlight.store.format import encoding
+from backlight.store.format import row_codec
 from backlight.store.read.run import Run, open_growing, open_run
 from backlight.store.write import database
 from backlight.store.write.compact import compact
@@ -20,8 +20,8 @@ LOSS[1234] = np.nan
 
 @pytest.fixture(autouse=True)
 def _thinned_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "WHOLE_STEPS", WHOLE)
-    monkeypatch.setattr(encoding, "MOST_BINS", BINS)
+    monkeypatch.setattr(row_codec, "WHOLE_STEPS", WHOLE)
+    monkeypatch.setattr(row_codec, "MOST_BINS", BINS)
 
 
 def written(path: Path, steps: int = STEPS, every: int = 250) -> Run:
@@ -44,7 +44,7 @@ def write(writer: RunWriter, first: int, end: int, every: int = 250) -> None:
 
 def bins(run: Run) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     loss = run.scalar("loss")
-    of = [run.scalar("loss", source) for source in encoding.SOURCES]
+    of = [run.scalar("loss", source) for source in row_codec.SOURCES]
     for other in of:
         assert np.array_equal(other.steps, of[0].steps)
     at = np.searchsorted(loss.steps, of[0].steps)
@@ -78,7 +78,7 @@ def test_old_steps_are_bins_and_new_ones_are_whole(tmp_path: Path, every: int) -
     assert widths == sorted(widths)
     assert widths[-1] == 16
     assert run.coverage().with_loss == STEPS
-    assert len(run.scalar("loss").steps) < BINS + 2 * WHOLE + every + encoding.bin_width(STEPS)
+    assert len(run.scalar("loss").steps) < BINS + 2 * WHOLE + every + row_codec.bin_width(STEPS)
 
 
 @pytest.mark.slow
@@ -92,7 +92,7 @@ def test_scalars_that_are_not_of_every_step_are_not_thinned(tmp_path: Path) -> N
 
 
 def test_a_run_of_200000_steps_is_not_thinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encoding, "WHOLE_STEPS", STEPS)
+    monkeypatch.setattr(row_codec, "WHOLE_STEPS", STEPS)
     run = written(tmp_path / "run")
     assert not run.events("thinned")
     assert np.array_equal(run.scalar("loss").values, LOSS, equal_nan=True)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from backlight.experiments.data.split import apply_control, linear_teacher
-from backlight.experiments.experiment import Duration, Paper, Settings, experiment
+from backlight.experiments.experiment import Duration, Paper, Setup, experiment
 from backlight.experiments.task import Task
 
 
@@ -51,13 +51,13 @@ def squared_error(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         authors="",
         claim="With twice as many samples as inputs the student generalises as it fits: no delay.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(Data(40, 80, 200), Model(), Training(steps=300, lr=0.1)),
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(Data(40, 80, 200), Model(), Training(steps=300, lr=0.1)),
     effect="no delay",
     expects="",
     ci_expects="",
 )
-def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
+def build(settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task; ``control`` shuffles the labels where it is ``"random-labels"``."""
     data, training = settings.data, settings.training
     split, _ = linear_teacher(data.inputs, 1, data.train_size, data.test_size, seed)

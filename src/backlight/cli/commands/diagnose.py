@@ -28,7 +28,7 @@ from backlight.cli.progress import count_bar
 from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
-    from backlight.diagnose.missing_gradients.reasons import Row
+    from backlight.diagnose.missing_gradients.reasons import ParameterState
     from backlight.user_code import SourceLine
 
 REGION_STEPS = 2
@@ -111,7 +111,7 @@ def check_script(
     from backlight.cli.watched_steps import WatchedSteps, split_fail_on
     from backlight.diagnose.explanations import probes_answer
     from backlight.diagnose.probes.observer import ProbeObserver
-    from backlight.diagnose.probes.result import Outcome, Probe
+    from backlight.diagnose.probes.result import Probe, ProbeOutcome
     from backlight.launch.observe import end_script
 
     if recompute and steps is None and out is None and not (causal or through_time or one_batch):
@@ -139,7 +139,7 @@ def check_script(
             from backlight.report.terminal import print_findings
 
             print_findings(*recorded, make_console())
-    if any(result.outcome is Outcome.FAILED and result.probe in failing for result in observer.results):
+    if any(result.outcome is ProbeOutcome.FAILED and result.probe in failing for result in observer.results):
         return 1
     if finding_fails is not None and (recorded is None or any(map(finding_fails, recorded[1]))):
         return 1  # not measured is not healthy
@@ -227,14 +227,14 @@ def why_no_grad(
     """
     from backlight.diagnose.explanations import missing_answer, parameter_lines
     from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
-    from backlight.diagnose.missing_gradients.reasons import Cause
+    from backlight.diagnose.missing_gradients.reasons import MissingCause
     from backlight.launch.observe import end_script
 
-    failing = parse_fail_on(fail_on, [*Cause, FAILED])
+    failing = parse_fail_on(fail_on, [*MissingCause, FAILED])
     page = Page()
     printed: dict[str, str] = {}
 
-    def early(rows: list[Row], line: SourceLine | None) -> None:
+    def early(rows: list[ParameterState], line: SourceLine | None) -> None:
         if rows and not as_json:
             page.say((f"before the first backward ({line or 'line not known'}):", "bold"))
             for text in parameter_lines(rows):

@@ -31,7 +31,7 @@ from backlight.diagnose.checkpointing.regions import (
     ParameterUsage,
     Region,
     RegionMode,
-    Run,
+    RegionRun,
     first_difference,
     other_parameters,
     storage,
@@ -222,7 +222,7 @@ class _ObservedFunction:
         self._observer = observer
         self._region = region
         self._function = function
-        self._forward: Run | None = None
+        self._forward: RegionRun | None = None
         self._modules = modules_of(function)
         _ObservedFunction._count += 1
         self._number = _ObservedFunction._count
@@ -231,7 +231,7 @@ class _ObservedFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the function and compare a recomputation with the forward."""
         first = self._forward is None
-        run = Run(self._snapshot())
+        run = RegionRun(self._snapshot())
         if first:
             self._forward = run
         inputs = {storage(t) for t in tensors_in((args, kwargs))}
@@ -248,7 +248,7 @@ class _ObservedFunction:
     def _snapshot(self) -> RegionState:
         return region_state(self._function, self._modules, self._observer.names(), reads_values=True)
 
-    def _compare(self, again: Run) -> None:
+    def _compare(self, again: RegionRun) -> None:
         region, forward = self._region, self._forward
         region.recomputations += 1
         if forward is None or forward.end is None or again.end is None:

@@ -62,7 +62,7 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RegionStep:
     """One operation of a run: name, shapes and sums of its outputs; ``ended`` unless it raised.
 
     ``parameters`` are the ``id`` of those among its inputs.
@@ -78,12 +78,12 @@ class Step:
 
 
 @dataclass
-class Run:
+class RegionRun:
     """One run of a region's function, forward or recomputed."""
 
     begin: RegionState
     end: RegionState | None = None
-    steps: list[Step] = field(default_factory=list)
+    steps: list[RegionStep] = field(default_factory=list)
 
 
 class RegionMode(TorchFunctionMode):
@@ -92,7 +92,9 @@ class RegionMode(TorchFunctionMode):
     ``inputs`` and ``buffers`` are addresses of storages: of its arguments, and of what is reported as state.
     """
 
-    def __init__(self, region: Region, run: Run, inputs: set[int], buffers: set[int], *, first: bool) -> None:
+    def __init__(
+        self, region: Region, run: RegionRun, inputs: set[int], buffers: set[int], *, first: bool
+    ) -> None:
         super().__init__()
         self._region = region
         self._run = run
@@ -110,7 +112,7 @@ class RegionMode(TorchFunctionMode):
             result = func(*args, **kwargs)
         except BaseException:
             # A recomputation ends in the operation that saves the last tensor needed by backward.
-            self._run.steps.append(Step(name, user_line(), (), (), exact=False, ended=False))
+            self._run.steps.append(RegionStep(name, user_line(), (), (), exact=False, ended=False))
             raise
         if name and name not in NO_COMPUTATION:
             self._note(name, tensors_in(kwargs, tensors_in(args)), kwargs, tensors_in(result))
@@ -132,7 +134,7 @@ class RegionMode(TorchFunctionMode):
             exact = all(t.device.type == "cpu" for t in outputs)
             used = tuple(id(tensor) for tensor in inputs if type(tensor) is nn.Parameter)
             sums = tuple(map(checksum, outputs))
-            self._run.steps.append(Step(name, line, shapes, sums, exact, parameters=used))
+            self._run.steps.append(RegionStep(name, line, shapes, sums, exact, parameters=used))
 
 
 def storage(tensor: Tensor) -> int:
@@ -141,7 +143,7 @@ def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
-def other_parameters(forward: list[Step], again: list[Step]) -> tuple[int, int] | None:
+def other_parameters(forward: list[RegionStep], again: list[RegionStep]) -> tuple[int, int] | None:
     """Return the ``id`` of the first two parameters that differ in one place, None where none do."""
     for step, two in zip(forward, again, strict=False):
         if step.name != two.name:
@@ -152,7 +154,7 @@ def other_parameters(forward: list[Step], again: list[Step]) -> tuple[int, int] 
     return None
 
 
-def first_difference(forward: list[Step], again: list[Step]) -> Remark | None:
+def first_difference(forward: list[RegionStep], again: list[RegionStep]) -> Remark | None:
     """Return where a recomputation departs from the forward, None as far as it went."""
     for s, two in zip(forward, again, strict=False):
         if s.name != two.name or (two.ended and s.shapes != two.shapes):
@@ -175,7 +177,7 @@ def first_difference(forward: list[Step], again: list[Step]) -> Remark | None:
     return None
 
 
-def _shown(step: Step) -> str:
+def _shown(step: RegionStep) -> str:
     return f"{step.name} -> {', '.join('x'.join(map(str, s)) or 'scalar' for s in step.shapes) or '?'}"
 
 

@@ -17,7 +17,7 @@ from backlight.capture.hub import HUB
 from backlight.capture.modules import live_objects
 from backlight.capture.step_sink import StepSummary
 from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter
-from backlight.diagnose.memory.recorder import Recorder
+from backlight.diagnose.memory.recorder import MemoryRecorder
 from backlight.diagnose.memory.result import (
     GRANULE_BYTES,
     AllocatorStatistics,
@@ -79,7 +79,7 @@ class MemoryObserver(StepObserver):
 
     def __init__(self, stop: Callable[[], None], warmup: int, steps: int) -> None:
         super().__init__(stop)
-        self.recorder: Recorder | None = None
+        self.recorder: MemoryRecorder | None = None
         self.counter = OperationCounter()
         self.logits: LogitsTracker | None = None
         self.allocator: AllocatorStatistics | None = None
@@ -136,7 +136,7 @@ class MemoryObserver(StepObserver):
             self._begin()
 
     def _begin(self) -> None:
-        self.recorder = Recorder(self.forwards.models, self.counter, _main_device(self.forwards.models))
+        self.recorder = MemoryRecorder(self.forwards.models, self.counter, _main_device(self.forwards.models))
         self.logits = LogitsTracker(self.recorder)
         self.counter.on_softmax = self.logits.on_softmax
         if devices.is_in_use():

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from backlight.diagnose.memory.result import Flops, Logits
+from backlight.diagnose.memory.result import Flops, LogitsMemory
 from backlight.records import Phase
 
 if TYPE_CHECKING:
-    from backlight.diagnose.memory.recorder import NodeModules, Recorder
+    from backlight.diagnose.memory.recorder import MemoryRecorder, NodeModules
 
 aten = torch.ops.aten
 
@@ -119,7 +119,7 @@ _FORMULAS: dict[Any, Callable[..., Any]] = {
 class LogitsTracker:
     """Finds the largest tensor that a log-softmax reads while a recorder is active."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: MemoryRecorder) -> None:
         self._recorder = recorder
         self._shape: tuple[int, ...] = ()
         self._dtype = torch.float32
@@ -131,7 +131,7 @@ class LogitsTracker:
             self._shape, self._dtype = tuple(tensor.shape), tensor.dtype
             self._index = self._recorder.index(tensor)
 
-    def find(self, start: int = 0, granule: int = 1) -> Logits | None:
+    def find(self, start: int = 0, granule: int = 1) -> LogitsMemory | None:
         """Return the logits of the steps from event ``start`` on; None without a log-softmax."""
         if not self._shape:
             return None
@@ -153,7 +153,7 @@ class LogitsTracker:
                 size = -(-log.storages[index].nbytes // granule) * granule
                 live, count = (live + size, count + 1) if event > 0 else (live - size, count - 1)
                 most, copies = max(most, live), max(copies, count - 1)
-        return Logits(
+        return LogitsMemory(
             shape=self._shape,
             dtype=str(self._dtype).removeprefix("torch."),
             itemsize=self._dtype.itemsize,

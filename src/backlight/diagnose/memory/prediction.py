@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from backlight.capture.modules import named_parameters, walk
 from backlight.diagnose.memory.cuda_rules import CudaRules
 from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter, underestimates
-from backlight.diagnose.memory.recorder import Recorder
+from backlight.diagnose.memory.recorder import MemoryRecorder
 from backlight.diagnose.memory.result import (
     GRANULE_BYTES,
     Blocks,
@@ -215,7 +215,7 @@ def predict_step(
     model, built = build_fake(build_model, mode)
     inputs = as_fake(batch(), mode)
     counter = OperationCounter()
-    recorder = Recorder([model], counter)
+    recorder = MemoryRecorder([model], counter)
     logits = LogitsTracker(recorder)
     counter.on_softmax = logits.on_softmax
     with mode:
@@ -257,7 +257,7 @@ def _step(
     batch: Any,
     loss: Callable[[nn.Module, Any], torch.Tensor],
     optimizer: torch.optim.Optimizer | None,
-    recorder: Recorder,
+    recorder: MemoryRecorder,
 ) -> None:
     recorder.begin_phase(Phase.FORWARD)
     value = loss(model, batch)
@@ -281,7 +281,7 @@ def _step(
 
 
 @contextlib.contextmanager
-def _forward_phases(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def _forward_phases(model: nn.Module, recorder: MemoryRecorder) -> Iterator[None]:
     """Separate forward and loss at the outermost module; a recomputed forward stays in backward."""
 
     def begin(phase: Phase) -> None:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from backlight.capture.modules import table_of, walk
-from backlight.diagnose.memory.storage_log import Kind, Storage, StorageLog
+from backlight.diagnose.memory.storage_log import MemoryKind, Storage, StorageLog
 from backlight.interrupts import is_interrupt
 from backlight.records import Phase
 
@@ -90,7 +90,7 @@ OnOperation = Callable[[Any, tuple[Any, ...], dict[str, Any], Any, str, NodeModu
 """Called with operation, arguments, keyword arguments, result, phase and the running modules."""
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
+class MemoryRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
     """A dispatch mode that fills a :class:`StorageLog`; enter it for the steps to record.
 
     Memory is attributed to the modules of ``models``; tensors on other devices than ``device`` are ignored.
@@ -116,7 +116,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         self._recomputed: list[int] = []
         self._handles: list[Any] = []
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> MemoryRecorder:
         """Register what the models already hold, and begin to record."""
         hooked: set[int] = set()
         for model in self._models:
@@ -141,12 +141,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
     def _register_module(self, name: str, module: nn.Module) -> None:
         for parameter in table_of(module, "_parameters").values():
             if parameter is not None:
-                self._register(parameter, Kind.PARAMETERS, name)
+                self._register(parameter, MemoryKind.PARAMETERS, name)
                 if parameter.grad is not None:
-                    self._register(parameter.grad, Kind.GRADIENTS, name)
+                    self._register(parameter.grad, MemoryKind.GRADIENTS, name)
         for buffer in table_of(module, "_buffers").values():
             if buffer is not None:
-                self._register(buffer, Kind.BUFFERS, name)
+                self._register(buffer, MemoryKind.BUFFERS, name)
 
     def begin_steps(self) -> None:
         """Count the steps from here on; what was registered before is allocated from their beginning."""
@@ -163,30 +163,30 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         activations when backward begins; what backward left in ``.grad`` is gradients when it ends.
         """
         if phase is Phase.FORWARD:
-            self._convert({Phase.DATA, Phase.OTHER, Phase.HOST_TO_DEVICE}, Kind.INPUTS)
+            self._convert({Phase.DATA, Phase.OTHER, Phase.HOST_TO_DEVICE}, MemoryKind.INPUTS)
         elif phase is Phase.BACKWARD:
-            self._convert({Phase.FORWARD, Phase.LOSS}, Kind.ACTIVATIONS)
+            self._convert({Phase.FORWARD, Phase.LOSS}, MemoryKind.ACTIVATIONS)
         if self.phase == Phase.BACKWARD and phase is not Phase.BACKWARD:
             self._register_gradients()
         self.phase = phase
         self.log.phases.append((len(self.log.events), phase))
 
-    def _convert(self, phases: set[Phase], kind: Kind) -> None:
+    def _convert(self, phases: set[Phase], kind: MemoryKind) -> None:
         for index in self._indices.values():
             storage = self.log.storages[index]
-            if storage.kind is Kind.TEMPORARIES and storage.phase in phases:
+            if storage.kind is MemoryKind.TEMPORARIES and storage.phase in phases:
                 storage.kind = kind
 
     def register_inputs(self, batch: Any) -> None:
         """Register the tensors of a batch."""
         for tensor in tree_leaves(batch):
             if isinstance(tensor, torch.Tensor):
-                self._register(tensor, Kind.INPUTS, "")
+                self._register(tensor, MemoryKind.INPUTS, "")
 
     def register_held(self, tensors: Iterable[torch.Tensor]) -> None:
         """Register tensors that existed before and have no other kind."""
         for tensor in tensors:
-            self._register(tensor, Kind.HELD, "")
+            self._register(tensor, MemoryKind.HELD, "")
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Register the state of an optimizer, each tensor under the module of its parameter."""
@@ -199,14 +199,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         for parameter, state in optimizer.state.items():
             for tensor in tree_leaves(dict(state) if isinstance(state, Mapping) else state):
                 if isinstance(tensor, torch.Tensor):
-                    self._register(tensor, Kind.OPTIMIZER_STATE, owners.get(id(parameter), ""))
+                    self._register(tensor, MemoryKind.OPTIMIZER_STATE, owners.get(id(parameter), ""))
 
     def _register_gradients(self) -> None:
         for model in self._models:
             for name, module in walk(model):
                 for parameter in module.parameters(recurse=False):
                     if parameter.grad is not None:
-                        self._register(parameter.grad, Kind.GRADIENTS, name)
+                        self._register(parameter.grad, MemoryKind.GRADIENTS, name)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -232,13 +232,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
             if storage._cdata in self._indices or not self._counts(tensor, storage):
                 continue
             module = self._modules.current(backward=backward)
-            index = self._allocate(tensor, storage, Kind.TEMPORARIES, module, str(func))
+            index = self._allocate(tensor, storage, MemoryKind.TEMPORARIES, module, str(func))
             if backward and self._modules.inside:
                 self._recomputed.append(index)
         for tensor in _tensors(args):
             if self.index(tensor) is None and tensor.device.type == self.device:
                 # Allocated outside of torch's operations: by numpy, a worker process, a file.
-                self._register(tensor, Kind.INPUTS, "")
+                self._register(tensor, MemoryKind.INPUTS, "")
         if self._on_operation is not None:
             self._on_operation(func, args, kwargs, result, self.phase, self._modules)
 
@@ -260,14 +260,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
         if self._recomputed and not self._modules.inside:
             for index in set(self._recomputed).intersection(self._indices.values()):
                 storage = self.log.storages[index]
-                if storage.kind is Kind.TEMPORARIES:
-                    storage.kind = Kind.ACTIVATIONS
+                if storage.kind is MemoryKind.TEMPORARIES:
+                    storage.kind = MemoryKind.ACTIVATIONS
             self._recomputed.clear()
 
     def _counts(self, tensor: torch.Tensor, storage: Any) -> bool:
         return bool(storage.nbytes()) and tensor.device.type == self.device
 
-    def _register(self, tensor: torch.Tensor, kind: Kind, module: str) -> None:
+    def _register(self, tensor: torch.Tensor, kind: MemoryKind, module: str) -> None:
         for part in _strided_parts(tensor):
             storage = part.untyped_storage()
             index = self._indices.get(storage._cdata)
@@ -277,10 +277,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's b
                 continue
             entry = self.log.storages[index]
             # The first claim stays: a gradient that is a view of a bucket belongs to the bucket.
-            if entry.kind in {Kind.TEMPORARIES, Kind.ACTIVATIONS, Kind.HELD}:
+            if entry.kind in {MemoryKind.TEMPORARIES, MemoryKind.ACTIVATIONS, MemoryKind.HELD}:
                 entry.kind, entry.module = kind, module
 
-    def _allocate(self, tensor: torch.Tensor, storage: Any, kind: Kind, module: str, operation: str) -> int:
+    def _allocate(
+        self, tensor: torch.Tensor, storage: Any, kind: MemoryKind, module: str, operation: str
+    ) -> int:
         key = storage._cdata
         dtype = str(tensor.dtype).removeprefix("torch.")
         index = self.log.allocate(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from backlight import codec
-from backlight.diagnose.memory.storage_log import Account, Kind, ModuleMemory, TensorGroup
+from backlight.diagnose.memory.storage_log import Account, MemoryKind, ModuleMemory, TensorGroup
 from backlight.extras import require
 from backlight.records import RunStatus
 from backlight.store.errors import RunWriteError
@@ -69,7 +69,7 @@ class Flops:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logits:
+class LogitsMemory:
     """The logits of a classifier or language model, as its loss reads them.
 
     ``copies`` are further storages of as many elements that are live at once at most; ``live_at_most`` are
@@ -168,13 +168,13 @@ class StepMemory:
     rounded_to: int
     between_steps: int
     phase_at_peak: str
-    kinds: dict[Kind, int]
+    kinds: dict[MemoryKind, int]
     phases: dict[str, int]
     modules: list[ModuleMemory]
     largest: list[TensorGroup]
     parameters: int
     flops: Flops
-    logits: Logits | None
+    logits: LogitsMemory | None
     workspaces: dict[str, int]
     not_seen: tuple[str, ...]
     account: Account = field(repr=False)
@@ -273,7 +273,7 @@ def store_memory(writer: RunWriter, result: MeasuredMemory | PredictedMemory) ->
     writer.array("memory/curve", 0, curve, dims=("kind", "point"), unit="byte")
     start, end = account.start, len(account.log.events)
     rows = {
-        "kinds": [kind.value for kind in Kind],
+        "kinds": [kind.value for kind in MemoryKind],
         "phases": [[at - start, name] for at, name in account.log.phases if start <= at < end],
         "events": end - start,
     }

@@ -20,7 +20,7 @@ MAX_CURVE_POINTS = 2000
 """Points of a reduced curve."""
 
 
-class Kind(enum.StrEnum):
+class MemoryKind(enum.StrEnum):
     """Use of a storage; every storage has exactly one kind."""
 
     PARAMETERS = "parameters"
@@ -39,7 +39,7 @@ class Storage:
     """One storage: its bytes, and where it was allocated."""
 
     nbytes: int
-    kind: Kind
+    kind: MemoryKind
     module: str
     phase: str
     operation: str
@@ -81,14 +81,14 @@ class ModuleMemory:
     name: str
     exclusive: int
     inclusive: int
-    kinds: dict[Kind, int]
+    kinds: dict[MemoryKind, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorGroup:
     """Storages at the peak that have kind, module, operation, shape and dtype in common."""
 
-    kind: Kind
+    kind: MemoryKind
     module: str
     operation: str
     shape: tuple[int, ...]
@@ -150,9 +150,9 @@ class Account:
         is_live[-events[events < 0] - 1] = False
         return np.flatnonzero(is_live).tolist()
 
-    def kinds(self) -> dict[Kind, int]:
+    def kinds(self) -> dict[MemoryKind, int]:
         """Return the bytes at the peak by kind, every kind listed."""
-        by_kind = dict.fromkeys(Kind, 0)
+        by_kind = dict.fromkeys(MemoryKind, 0)
         for index in self.live:
             by_kind[self.log.storages[index].kind] += int(self.sizes[index])
         return by_kind
@@ -172,7 +172,7 @@ class Account:
 
         A storage is held by the innermost module that allocated it.
         """
-        exclusive: defaultdict[str, Counter[Kind]] = defaultdict(Counter)
+        exclusive: defaultdict[str, Counter[MemoryKind]] = defaultdict(Counter)
         inclusive: Counter[str] = Counter()
         for index in self.live:
             storage, size = self.log.storages[index], int(self.sizes[index])
@@ -192,7 +192,7 @@ class Account:
 
     def largest(self, count: int) -> list[TensorGroup]:
         """Return the largest live tensors at the peak, equal ones grouped."""
-        groups: dict[tuple[Kind, str, str, tuple[int, ...], str], list[int]] = {}
+        groups: dict[tuple[MemoryKind, str, str, tuple[int, ...], str], list[int]] = {}
         for index in self.live:
             s = self.log.storages[index]
             groups.setdefault((s.kind, s.module, s.operation, s.shape, s.dtype), []).append(index)
@@ -208,14 +208,14 @@ class Account:
     def new_gradients(self) -> int:
         """Return the bytes of the gradients that the steps allocate; DDP's buckets take as much."""
         new = (self.log.storages[event - 1] for event in self.log.events[self.start :] if event > 0)
-        return sum(storage.nbytes for storage in new if storage.kind is Kind.GRADIENTS)
+        return sum(storage.nbytes for storage in new if storage.kind is MemoryKind.GRADIENTS)
 
     def curve_by_kind(self, points: int = MAX_CURVE_POINTS) -> tuple[Integers, Integers]:
-        """Return positions [P] within the steps, and bytes [K, P] by kind, in the order of :class:`Kind`.
+        """Return positions [P] within the steps, and bytes [K, P] by kind, ordered as :class:`MemoryKind`.
 
         With more events than ``points``, each range of events is represented by its highest.
         """
-        order = list(Kind)
+        order = list(MemoryKind)
         row_of = np.array([order.index(storage.kind) for storage in self.log.storages], dtype=np.int64)
         changes = np.diff(self._whole_curve, prepend=0)
         rows = np.zeros((len(order), len(changes)), dtype=np.int64)

@@ -203,7 +203,7 @@ _MESSAGE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Overwritten:
+class OverwrittenTensor:
     """The line that changed a tensor needed by backward, and the line of the operation that had saved it."""
 
     text: str
@@ -211,7 +211,7 @@ class Overwritten:
     saved: SourceLine | None
 
 
-def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritten | None:
+def find_overwritten(message: str, operations: Sequence[Operation]) -> OverwrittenTensor | None:
     """Find the write behind torch's error ``message``; None if it is another error."""
     matched = _MESSAGE.search(message)
     if matched is None:
@@ -241,7 +241,7 @@ def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritt
             f"a tensor of shape {shape} that backward needs was changed in place; no operation that was "
             "recorded fits (it may be in another thread, or inside compiled code)"
         )
-        return Overwritten(text, None, None)
+        return OverwrittenTensor(text, None, None)
     (position, _), saved = pairs[0]
     write = operations[position]
     text = (
@@ -255,7 +255,7 @@ def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritt
             ". The graph is older than that step: detach what is carried from one step to the next, or call "
             "backward of every loss before the optimizer's step"
         )
-    return Overwritten(text, write.line, saved.line)
+    return OverwrittenTensor(text, write.line, saved.line)
 
 
 def _saved_by(operations: Sequence[Operation], position: int, number: int) -> Operation | None:

@@ -22,10 +22,10 @@ from backlight.capture.parameters import Candidate, RegistrationLines, candidate
 from backlight.diagnose.missing_gradients import reasons
 from backlight.diagnose.missing_gradients.flow import Flow, Graph, WalkError, find_overwritten, walk
 from backlight.diagnose.missing_gradients.reasons import (
-    Cause,
+    MissingCause,
     MissingGradients,
+    ParameterState,
     Reason,
-    Row,
     nonleaf_grad_reads,
     nonleaf_parameters,
 )
@@ -47,7 +47,7 @@ class MissingGradientObserver(ScriptObserver):
         self,
         max_steps: int,
         end: Callable[[], None],
-        early: Callable[[list[Row], SourceLine | None], None] = lambda _rows, _line: None,
+        early: Callable[[list[ParameterState], SourceLine | None], None] = lambda _rows, _line: None,
     ) -> None:
         super().__init__(max_steps, end)
         self._early = early
@@ -55,8 +55,8 @@ class MissingGradientObserver(ScriptObserver):
         self._registration_lines = RegistrationLines()
         self._handles: list[Any] = []
         self._hooked: dict[int, weakref.ref[Any]] = {}
-        self._rows: dict[int, Row] = {}
-        self._plain: list[Row] = []
+        self._rows: dict[int, ParameterState] = {}
+        self._plain: list[ParameterState] = []
         self._graph: Graph | None = None
         self._nones: list[NoneReturned] = []
         self._changes = -1
@@ -164,11 +164,11 @@ class MissingGradientObserver(ScriptObserver):
                 self._handles.append(tensor.register_hook(seen))
                 self._handles.append(tensor.register_post_accumulate_grad_hook(self._on_accumulated))
 
-    def _row(self, candidate: Candidate) -> Row:
+    def _row(self, candidate: Candidate) -> ParameterState:
         parameter = candidate.parameter
         row = self._rows.get(id(parameter))
         if row is None or row.reference is None or row.reference() is not parameter:
-            row = Row(candidate.name, tuple(parameter.shape), weakref.ref(parameter))
+            row = ParameterState(candidate.name, tuple(parameter.shape), weakref.ref(parameter))
             self._rows[id(parameter)] = row
         return row
 
@@ -227,7 +227,9 @@ class MissingGradientObserver(ScriptObserver):
             use = flow.use(self._tape.number(parameter))
             owner = candidate.owner
             if hasattr(parameter, "_local_tensor"):
-                reason = Reason(Cause.UNDETERMINED, "sharded: the graph holds another tensor in its place")
+                reason = Reason(
+                    MissingCause.UNDETERMINED, "sharded: the graph holds another tensor in its place"
+                )
             else:
                 reason = reasons.before_backward(
                     flow,
@@ -257,7 +259,11 @@ class MissingGradientObserver(ScriptObserver):
             row = self._row(candidate)
             leaf = graph.leaves.get(id(candidate.parameter))
             if row.arrived or leaf is None:
-                if not row.arrived and row.reason is not None and row.reason.cause is Cause.UNDETERMINED:
+                if (
+                    not row.arrived
+                    and row.reason is not None
+                    and row.reason.cause is MissingCause.UNDETERMINED
+                ):
                     self._explain_recomputed(row, candidate)
                 continue
             returned = next((none for none, nodes in below if leaf in nodes), None)
@@ -265,20 +271,20 @@ class MissingGradientObserver(ScriptObserver):
                 reason = reasons.none_returned(returned)
             else:
                 text = "reached, but no gradient arrived: backward(inputs=...) or a hook may have kept it"
-                reason = Reason(Cause.UNDETERMINED, text, None, 1)
+                reason = Reason(MissingCause.UNDETERMINED, text, None, 1)
             row.keep(reason, "after backward")
 
-    def _explain_recomputed(self, row: Row, candidate: Candidate) -> None:
+    def _explain_recomputed(self, row: ParameterState, candidate: Candidate) -> None:
         flow = Flow([o for o in self._tape.operations if o.in_backward])
         use = flow.use(self._tape.number(candidate.parameter))
         if use.cuts:
             cut = flow.operations[use.cuts[0]]
             text = f"cut inside a re-entrant checkpoint, by {cut.name} during recomputation"
-            row.keep(Reason(Cause.CUT, text, cut.line, 6), "after backward")
+            row.keep(Reason(MissingCause.CUT, text, cut.line, 6), "after backward")
 
     # The answer
 
-    def _explained(self, *, before: bool = False) -> list[Row]:
+    def _explained(self, *, before: bool = False) -> list[ParameterState]:
         trained = {
             r.root for r in self._rows.values() if r.in_optimizer or r.arrived or (before and r.reached)
         }
@@ -286,7 +292,9 @@ class MissingGradientObserver(ScriptObserver):
         rows = [r for r in (*rows, *self._plain) if r.reason is not None]
         if before:
             return [
-                r for r in rows if not r.arrived and r.reason and r.reason.cause is not Cause.UNDETERMINED
+                r
+                for r in rows
+                if not r.arrived and r.reason and r.reason.cause is not MissingCause.UNDETERMINED
             ]
         return [r for r in rows if not r.arrived or not (r.in_optimizer or not self._num_optimizers)]
 
@@ -299,7 +307,7 @@ class MissingGradientObserver(ScriptObserver):
                 row.arrived
                 and row.in_optimizer
                 and row.reason is not None
-                and row.reason.cause is not Cause.FROZEN
+                and row.reason.cause is not MissingCause.FROZEN
             ):
                 row.reason = None
         answer.rows = [r for r in rows if r.reason is not None]

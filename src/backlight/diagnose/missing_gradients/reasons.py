@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from backlight.capture.parameters import RegistrationLines
-    from backlight.diagnose.missing_gradients.flow import Flow, Overwritten, Use
+    from backlight.diagnose.missing_gradients.flow import Flow, OverwrittenTensor, Use
     from backlight.diagnose.missing_gradients.tape import GradRead, NoneReturned, Operation
     from backlight.user_code import SourceLine
 
 
-class Cause(enum.StrEnum):
+class MissingCause(enum.StrEnum):
     """Why a parameter has no gradient, or is not trained."""
 
     FROZEN = "frozen"
@@ -41,14 +41,14 @@ class Cause(enum.StrEnum):
 class Reason:
     """Why one parameter gets no gradient."""
 
-    cause: Cause
+    cause: MissingCause
     text: str
     line: SourceLine | None = None
     weight: int = 0  # of the reasons of several steps the heaviest is kept
 
 
 @dataclass
-class Row:
+class ParameterState:
     """State of one parameter; ``when`` is the moment at which its reason was found."""
 
     name: str
@@ -72,12 +72,12 @@ class Row:
 class MissingGradients:
     """The answer: parameters without a gradient or without an optimizer, and an in-place error."""
 
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ParameterState] = field(default_factory=list)
     watched: int = 0
     steps: int = 0
     backwards: int = 0
     nodes: int = 0
-    failure: Overwritten | None = None
+    failure: OverwrittenTensor | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -99,7 +99,7 @@ def frozen(line: SourceLine | None, held_by: int | None) -> Reason:
         text += ", set here"
     if held_by is not None:
         text += f"; optimizer {held_by} holds it nevertheless, which looks like a mistake"
-    return Reason(Cause.FROZEN, text, line, 9)
+    return Reason(MissingCause.FROZEN, text, line, 9)
 
 
 def not_held(
@@ -120,8 +120,8 @@ def not_held(
                 f"gets a gradient, but optimizer {number} holds another tensor of that shape which no "
                 "living model has: this one was created after the optimizer"
             )
-            return Reason(Cause.STALE, text + (f" ({since})" if since else ""), made, 9)
-    return Reason(Cause.NOT_IN_OPTIMIZER, "gets a gradient, but no optimizer holds it", made, 8)
+            return Reason(MissingCause.STALE, text + (f" ({since})" if since else ""), made, 9)
+    return Reason(MissingCause.NOT_IN_OPTIMIZER, "gets a gradient, but no optimizer holds it", made, 8)
 
 
 def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, unrecorded: bool) -> Reason:
@@ -133,7 +133,7 @@ def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, u
     operations = flow.operations
     hidden = [_hidden(flow, position) for position in use.hidden]
     for reason in hidden:
-        if reason.cause is Cause.UNDETERMINED:
+        if reason.cause is MissingCause.UNDETERMINED:
             return reason
     for position in use.cuts:
         if loss.intersection(operations[position].outputs):
@@ -147,10 +147,10 @@ def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, u
     if not use.operations:
         if unrecorded:
             text = "its module ran where operations are not recorded (another thread, TorchScript)"
-            return Reason(Cause.UNDETERMINED, text)
+            return Reason(MissingCause.UNDETERMINED, text)
         if module_ran:
-            return Reason(Cause.UNUSED, "unused: its module ran, but no operation used it", weight=2)
-        return Reason(Cause.UNUSED, "unused: no operation of the forward pass used it", weight=1)
+            return Reason(MissingCause.UNUSED, "unused: its module ran, but no operation used it", weight=2)
+        return Reason(MissingCause.UNUSED, "unused: no operation of the forward pass used it", weight=1)
     last = operations[use.operations[-1]]
     text = f"its result is not in the loss: last used by {last.name}"
     if use.cuts:
@@ -158,7 +158,7 @@ def before_backward(flow: Flow, use: Use, loss: set[int], *, module_ran: bool, u
         if first is not last:
             how = _CUTS.get(first.cut, first.cut)
             text += f"; {how} by {first.name} at {first.line}, which the loss does not use"
-    return Reason(Cause.OUTSIDE_LOSS, text, last.line, 4)
+    return Reason(MissingCause.OUTSIDE_LOSS, text, last.line, 4)
 
 
 def _cut(flow: Flow, position: int) -> Reason:
@@ -167,14 +167,14 @@ def _cut(flow: Flow, position: int) -> Reason:
     text = f"cut on its way to the loss by {_plain(operation.name)}: {_CUTS[operation.cut]}"
     if out is not None and out is not operation:
         text += f"; the value then leaves torch by {out.name}"
-    return Reason(Cause.CUT, text, operation.line, 8)
+    return Reason(MissingCause.CUT, text, operation.line, 8)
 
 
 def _left(cut: Operation, out: Operation) -> Reason:
     how = "" if out is cut else f"{_plain(cut.name)} ({_CUTS[cut.cut]}), then "
     text = f"its value leaves torch: {how}taken out by {out.name}; "
     text += "what is computed from it there has no gradient"
-    return Reason(Cause.LEFT_TORCH, text, out.line, 6)
+    return Reason(MissingCause.LEFT_TORCH, text, out.line, 6)
 
 
 def _hidden(flow: Flow, position: int) -> Reason:
@@ -182,25 +182,25 @@ def _hidden(flow: Flow, position: int) -> Reason:
     if region is None:
         function = flow.outermost(position)
         text = f"cut: used inside {function.name}.forward without being an argument of apply"
-        return Reason(Cause.CUT, text, function.line, 7)
+        return Reason(MissingCause.CUT, text, function.line, 7)
     if not region.enabled:
         text = f"cut: {_CUTS['no_grad']} around a re-entrant checkpoint"
-        return Reason(Cause.CUT, text, region.line, 7)
+        return Reason(MissingCause.CUT, text, region.line, 7)
     if region.carries:
         # What is inside is known after recomputation; a later step that records less must not call it unused.
         text = "inside a re-entrant checkpoint: known after recomputation"
-        return Reason(Cause.UNDETERMINED, text, weight=3)
+        return Reason(MissingCause.UNDETERMINED, text, weight=3)
     text = (
         "used in a re-entrant checkpoint none of whose inputs requires a gradient: nothing inside is trained "
     )
-    return Reason(Cause.CUT, f"{text}(use_reentrant=False does not need that)", region.line, 8)
+    return Reason(MissingCause.CUT, f"{text}(use_reentrant=False does not need that)", region.line, 8)
 
 
 def none_returned(none: NoneReturned) -> Reason:
     """Return the reason for a custom function that returned None."""
     where = f" (backward at {none.defined})" if none.defined is not None else ""
     text = f"reached, but {none.function}.backward returned None for it{where}"
-    return Reason(Cause.NONE_RETURNED, text, none.applied, 9)
+    return Reason(MissingCause.NONE_RETURNED, text, none.applied, 9)
 
 
 def _plain(name: str) -> str:
@@ -211,7 +211,7 @@ def _plain(name: str) -> str:
 
 def nonleaf_parameters(
     flow: Flow, roots: list[tuple[str, nn.Module]], number: Callable[[Tensor], int]
-) -> list[Row]:
+) -> list[ParameterState]:
     """Return tensors that a module computed at construction and holds as plain attributes."""
     rows = []
     for name, tensor in plain_tensors(roots):
@@ -219,9 +219,9 @@ def nonleaf_parameters(
         # What a forward pass leaves in an attribute is a result.
         if producer is not None and not producer.module:
             text = f"not a leaf: computed by {producer.name}, so it is no parameter and gets no .grad"
-            reason = Reason(Cause.NON_LEAF, text, producer.line, 5)
+            reason = Reason(MissingCause.NON_LEAF, text, producer.line, 5)
             rows.append(
-                Row(
+                ParameterState(
                     name,
                     tuple(tensor.shape),
                     None,
@@ -234,14 +234,16 @@ def nonleaf_parameters(
     return rows
 
 
-def nonleaf_grad_reads(reads: Iterable[GradRead]) -> list[Row]:
+def nonleaf_grad_reads(reads: Iterable[GradRead]) -> list[ParameterState]:
     """Return computed tensors whose ``.grad`` the script reads, once for each line."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, ParameterState] = {}
     for read in reads:
         name = f"a tensor computed by {read.producer.name}" if read.producer is not None else "a tensor"
         made = read.producer.line if read.producer is not None else None
         text = f"not a leaf: it is computed, so backward leaves nothing in its .grad, read at {read.line}"
-        reason = Reason(Cause.NON_LEAF, text, made or read.line, 5)
-        row = Row(name, read.shape, None, -1, in_optimizer=True, reason=reason, when="after backward")
+        reason = Reason(MissingCause.NON_LEAF, text, made or read.line, 5)
+        row = ParameterState(
+            name, read.shape, None, -1, in_optimizer=True, reason=reason, when="after backward"
+        )
         rows.setdefault(str(read.line), row)
     return list(rows.values())

@@ -23,7 +23,7 @@ from backlight import devices
 from backlight.capture.forked_child import ChildError, in_child, silence
 from backlight.capture.hub import HUB
 from backlight.diagnose.checkpointing.observer import CheckpointObserver
-from backlight.diagnose.probes.result import Outcome, Probe, ProbeResult
+from backlight.diagnose.probes.result import Probe, ProbeOutcome, ProbeResult
 from backlight.diagnose.probes.sequence import (
     SequenceProbeError,
     Sequences,
@@ -31,7 +31,7 @@ from backlight.diagnose.probes.sequence import (
     probe_targets,
     probe_through_time,
 )
-from backlight.diagnose.probes.tape import Step, StepTape, TapeError, restored_state
+from backlight.diagnose.probes.tape import StepTape, TapedStep, TapeError, restored_state
 from backlight.diagnose.script_observer import ScriptObserver
 from backlight.user_code import SourceLine
 
@@ -83,7 +83,7 @@ class _Targets(TorchFunctionMode):
 
 
 def trained(
-    step: Step, rate: float, steps: int, deadline: float, seed: int | None = None
+    step: TapedStep, rate: float, steps: int, deadline: float, seed: int | None = None
 ) -> tuple[list[float], int]:
     """Return the losses of ``steps`` updates on one batch, and how many targets its loss has.
 
@@ -110,7 +110,7 @@ def trained(
     return losses, targets.rows
 
 
-def probe_one_batch(step: Step) -> list[ProbeResult]:
+def probe_one_batch(step: TapedStep) -> list[ProbeResult]:
     """Probe whether the loss of one batch falls, and whether less with shuffled labels."""
     deadline = time.monotonic() + TIMEOUT_S
     best: list[float] = []
@@ -125,20 +125,20 @@ def probe_one_batch(step: Step) -> list[ProbeResult]:
                 f"steps of Adam at {rate:g}"
             )
             return [
-                ProbeResult(Probe.OVERFIT, Outcome.PASSED, text),
+                ProbeResult(Probe.OVERFIT, ProbeOutcome.PASSED, text),
                 probe_labels(step, rate, rows, time.monotonic() + TIMEOUT_S),
             ]
     if len(best) <= STEPS // 2:
         text = f"a step takes too long: {len(best) - 1} of {STEPS} in {TIMEOUT_S:.0f} s"
-        return [ProbeResult(probe, Outcome.NOT_PROBED, text) for probe in (Probe.OVERFIT, Probe.LABELS)]
+        return [ProbeResult(probe, ProbeOutcome.NOT_PROBED, text) for probe in (Probe.OVERFIT, Probe.LABELS)]
     text = (
         f"the loss of one batch begins at {best[0]:.3g} and does not fall below "
         f"{min(best, key=_or_infinite):.3g} in {STEPS} steps of Adam at "
         f"{', '.join(f'{rate:g}' for rate in RATES)}: the model cannot learn it"
     )
     return [
-        ProbeResult(Probe.OVERFIT, Outcome.FAILED, text),
-        ProbeResult(Probe.LABELS, Outcome.NOT_PROBED, "the loss does not fall"),
+        ProbeResult(Probe.OVERFIT, ProbeOutcome.FAILED, text),
+        ProbeResult(Probe.LABELS, ProbeOutcome.NOT_PROBED, "the loss does not fall"),
     ]
 
 
@@ -150,11 +150,11 @@ def _has_fallen(losses: Sequence[float]) -> bool:
     return losses[0] - min(losses, key=_or_infinite) > FALLEN * abs(losses[0])
 
 
-def probe_labels(step: Step, rate: float, rows: int, deadline: float) -> ProbeResult:
+def probe_labels(step: TapedStep, rate: float, rows: int, deadline: float) -> ProbeResult:
     """Probe whether labels are learned faster in their own order: then they are related to the inputs."""
     if rows < MIN_ROWS:
         why = "its loss is none of torch's" if not rows else f"the batch has {rows} targets"
-        return ProbeResult(Probe.LABELS, Outcome.NOT_PROBED, f"{why}; expected at least {MIN_ROWS}")
+        return ProbeResult(Probe.LABELS, ProbeOutcome.NOT_PROBED, f"{why}; expected at least {MIN_ROWS}")
     ordered = _fall(trained(step, rate, STEPS, deadline)[0])
     shuffled = sorted(_fall(trained(step, rate, STEPS, deadline, seed)[0]) for seed in range(1, SHUFFLES + 1))
     numbers = (
@@ -162,9 +162,9 @@ def probe_labels(step: Step, rate: float, rows: int, deadline: float) -> ProbeRe
     )
     if ordered > shuffled[-1]:
         text = f"labels are learned faster in their own order: {numbers}"
-        return ProbeResult(Probe.LABELS, Outcome.PASSED, text)
+        return ProbeResult(Probe.LABELS, ProbeOutcome.PASSED, text)
     text = f"unrelated to the inputs, or too few to learn how: {numbers}"
-    return ProbeResult(Probe.LABELS, Outcome.UNDECIDED, text)
+    return ProbeResult(Probe.LABELS, ProbeOutcome.UNDECIDED, text)
 
 
 def _fall(losses: Sequence[float]) -> float:
@@ -227,7 +227,7 @@ class ProbeObserver(ScriptObserver):
             self._fail(f"the script trains on {ranks} ranks; run it on one")
             return
         try:
-            step = Step.of(self._tape, roots)
+            step = TapedStep.of(self._tape, roots)
         except TapeError as error:
             self._fail(str(error))
             return
@@ -242,20 +242,20 @@ class ProbeObserver(ScriptObserver):
         except (ChildError, TapeError, RuntimeError) as error:
             self._fail(f"the replay {error}" if isinstance(error, ChildError) else str(error))
             return
-        self.results = [ProbeResult(Probe(p), Outcome(o), text) for p, o, text in answers]
+        self.results = [ProbeResult(Probe(p), ProbeOutcome(o), text) for p, o, text in answers]
 
     def _fail(self, why: str) -> None:
-        self.results = [ProbeResult(p, Outcome.NOT_PROBED, why) for p in Probe if p in self._probes]
+        self.results = [ProbeResult(p, ProbeOutcome.NOT_PROBED, why) for p in Probe if p in self._probes]
 
 
-def _in_child(step: Step, probes: frozenset[Probe]) -> list[tuple[str, str, str]]:
+def _in_child(step: TapedStep, probes: frozenset[Probe]) -> list[tuple[str, str, str]]:
     """Answer quietly and on one thread: those of the parent's pool are not in the child."""
     silence()
     torch.set_num_threads(1)
     return _answers(step, probes)
 
 
-def _answers(step: Step, probes: frozenset[Probe]) -> list[tuple[str, str, str]]:
+def _answers(step: TapedStep, probes: frozenset[Probe]) -> list[tuple[str, str, str]]:
     results: list[ProbeResult] = []
     with torch.enable_grad():
         if probes & {Probe.FUTURE, Probe.TARGETS, Probe.THROUGH_TIME}:
@@ -267,7 +267,7 @@ def _answers(step: Step, probes: frozenset[Probe]) -> list[tuple[str, str, str]]
     return [(result.probe.value, result.outcome.value, result.text) for result in results]
 
 
-def _sequence(step: Step, probes: frozenset[Probe]) -> list[ProbeResult]:
+def _sequence(step: TapedStep, probes: frozenset[Probe]) -> list[ProbeResult]:
     wanted = {
         Probe.FUTURE: probe_future, Probe.TARGETS: probe_targets, Probe.THROUGH_TIME: probe_through_time,
     }  # fmt: skip
@@ -286,10 +286,10 @@ def _attempt(probes: Sequence[Probe], ask: Callable[[], list[ProbeResult]]) -> l
         return ask()
     except (SequenceProbeError, TapeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
-        return [ProbeResult(probe, Outcome.NOT_PROBED, reason) for probe in probes]
+        return [ProbeResult(probe, ProbeOutcome.NOT_PROBED, reason) for probe in probes]
 
 
-def _recomputation(step: Step) -> ProbeResult:
+def _recomputation(step: TapedStep) -> ProbeResult:
     """Run the step again, and compare each checkpointed region with its recomputation."""
     observer = CheckpointObserver(2, lambda: None)
     with restored_state(step.modules()), observer, contextlib.ExitStack() as grads:
@@ -299,12 +299,12 @@ def _recomputation(step: Step) -> ProbeResult:
         torch.autograd.backward(step.replay(keeps_random=False)[-1])
     regions = observer.regions
     if not regions:
-        return ProbeResult(Probe.RECOMPUTATION, Outcome.NOT_PROBED, "no checkpointed region")
+        return ProbeResult(Probe.RECOMPUTATION, ProbeOutcome.NOT_PROBED, "no checkpointed region")
     for region in regions:
         for remark in region.remarks:
             if remark.kind in RECOMPUTED:
                 text = f"{region.function} at {region.line}: {remark.text}"
-                return ProbeResult(Probe.RECOMPUTATION, Outcome.FAILED, text)
+                return ProbeResult(Probe.RECOMPUTATION, ProbeOutcome.FAILED, text)
     amount = f"{len(regions)} region{'s' if len(regions) > 1 else ''}"
     text = f"{amount} computed the same values again"
-    return ProbeResult(Probe.RECOMPUTATION, Outcome.PASSED, text)
+    return ProbeResult(Probe.RECOMPUTATION, ProbeOutcome.PASSED, text)

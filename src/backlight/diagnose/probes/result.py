@@ -17,7 +17,7 @@ class Probe(StrEnum):
     RECOMPUTATION = "recomputation"
 
 
-class Outcome(StrEnum):
+class ProbeOutcome(StrEnum):
     """``FAILED`` is a fact that contradicts what the probe asks for."""
 
     PASSED = "passed"
@@ -31,5 +31,5 @@ class ProbeResult:
     """The outcome of a probe, and the measurement or the reason behind it."""
 
     probe: Probe
-    outcome: Outcome
+    outcome: ProbeOutcome
     text: str

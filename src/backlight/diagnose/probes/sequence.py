@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from backlight.diagnose.probes.result import Outcome, Probe, ProbeResult
-from backlight.diagnose.probes.tape import Step
+from backlight.diagnose.probes.result import Probe, ProbeOutcome, ProbeResult
+from backlight.diagnose.probes.tape import TapedStep
 
 IGNORED = -100
 """Target that torch's losses leave out."""
@@ -87,7 +87,7 @@ class Pass:
         return reached.nonzero().flatten()
 
 
-def replayed(step: Step, changed: tuple[int, int] | None = None) -> Pass:
+def replayed(step: TapedStep, changed: tuple[int, int] | None = None) -> Pass:
     """Replay the step with leaves as inputs, those of one ``(axis, position)`` changed.
 
     Raises
@@ -140,7 +140,7 @@ class Sequences:
     last: int  # the last position that changes with the first
 
     @classmethod
-    def of(cls, step: Step) -> Sequences:
+    def of(cls, step: TapedStep) -> Sequences:
         """Replay the step, with and without changed inputs.
 
         Raises
@@ -172,9 +172,9 @@ def probe_future(sequences: Sequences) -> ProbeResult:
         if len(later):
             span = f"{int(later[0])} to {int(later[-1])}" if len(later) > 1 else str(int(later[0]))
             text = f"the output up to position {end - 1} depends on the input at {span}: it sees the future"
-            return ProbeResult(Probe.FUTURE, Outcome.FAILED, text)
+            return ProbeResult(Probe.FUTURE, ProbeOutcome.FAILED, text)
     text = f"no output depends on a later input, of {length} positions"
-    return ProbeResult(Probe.FUTURE, Outcome.PASSED, text)
+    return ProbeResult(Probe.FUTURE, ProbeOutcome.PASSED, text)
 
 
 def probe_targets(sequences: Sequences) -> ProbeResult:
@@ -183,21 +183,21 @@ def probe_targets(sequences: Sequences) -> ProbeResult:
     a, b = whole.rows.shape[:2]
     if whole.indices is None or whole.targets is None or whole.targets.numel() != a * b:
         text = "there are no tokens with one target each"
-        return ProbeResult(Probe.TARGETS, Outcome.NOT_PROBED, text)
+        return ProbeResult(Probe.TARGETS, ProbeOutcome.NOT_PROBED, text)
     tokens = whole.indices.movedim(axis, 0)
     targets = whole.targets.reshape(a, b).movedim(axis, 0)
     shares = {distance: _equal(tokens, targets, distance) for distance in DISTANCES}
     distance = next((d for d in DISTANCES if shares[d] >= EQUAL_SHARE), None)
     if distance is None:
-        return ProbeResult(Probe.TARGETS, Outcome.PASSED, "the targets are none of the inputs nearby")
+        return ProbeResult(Probe.TARGETS, ProbeOutcome.PASSED, "the targets are none of the inputs nearby")
     if distance == 1:
-        return ProbeResult(Probe.TARGETS, Outcome.PASSED, "each target is the next input")
+        return ProbeResult(Probe.TARGETS, ProbeOutcome.PASSED, "each target is the next input")
     where = {0: "at their own position", -1: "at the position before"}.get(
         distance, f"{distance} positions on"
     )
     why = "which the output sees" if distance <= 0 else "not the next one: they are shifted twice"
     text = f"{shares[distance]:.0%} of the targets are the input {where}, {why}"
-    return ProbeResult(Probe.TARGETS, Outcome.FAILED, text)
+    return ProbeResult(Probe.TARGETS, ProbeOutcome.FAILED, text)
 
 
 def _equal(tokens: Tensor, targets: Tensor, distance: int) -> float:
@@ -216,9 +216,9 @@ def probe_through_time(seq: Sequences) -> ProbeResult:
     earlier = reached[reached < seq.last]
     if len(earlier):
         text = f"the gradient at position {seq.last} reaches back to position {int(earlier[0])}"
-        return ProbeResult(Probe.THROUGH_TIME, Outcome.PASSED, text)
+        return ProbeResult(Probe.THROUGH_TIME, ProbeOutcome.PASSED, text)
     text = (
         f"the output at position {seq.last} changes with the input at position 0, and its gradient reaches "
         "no earlier position: the state is detached"
     )
-    return ProbeResult(Probe.THROUGH_TIME, Outcome.FAILED, text)
+    return ProbeResult(Probe.THROUGH_TIME, ProbeOutcome.FAILED, text)

@@ -117,7 +117,7 @@ class StepTape(Pausable, TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class Step:
+class TapedStep:
     """A step that can be replayed; ``root`` is the loss whose backward was about to begin."""
 
     calls: Sequence[Call]
@@ -125,7 +125,7 @@ class Step:
     line: SourceLine | None
 
     @classmethod
-    def of(cls, tape: StepTape, roots: Sequence[Tensor]) -> Step:
+    def of(cls, tape: StepTape, roots: Sequence[Tensor]) -> TapedStep:
         """Return the step that leads to the one root of a backward.
 
         Raises

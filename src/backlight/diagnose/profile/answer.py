@@ -153,14 +153,14 @@ _SAVING = re.compile(r"\b(save|save_file|dump|savez|to_csv|save_pretrained|save_
 
 
 @dataclass(frozen=True)
-class Cause:
+class SlowCause:
     """One cause: the ``share`` of a step that it takes, and its name and fix in words."""
 
     share: float
     text: str
 
 
-def find_causes(result: ProfileResult) -> list[Cause]:
+def find_causes(result: ProfileResult) -> list[SlowCause]:
     """Return the causes that a profile shows, the largest first."""
     if result.step is None:
         return []
@@ -168,18 +168,20 @@ def find_causes(result: ProfileResult) -> list[Cause]:
     return sorted((cause for cause in causes if cause.share >= CAUSE_SHARE), key=lambda cause: -cause.share)
 
 
-def _workers(result: ProfileResult) -> Iterator[Cause]:
+def _workers(result: ProfileResult) -> Iterator[SlowCause]:
     workers = next((row for row in result.optimizations if row.name == "data-loader workers"), None)
     if Phase.DATA in result.phases and workers is not None and workers.state == "off":
-        yield Cause(
+        yield SlowCause(
             result.phases[Phase.DATA].share,
             "data is loaded between the steps, num_workers=0: raise num_workers",
         )
 
 
-def _reads(result: ProfileResult) -> Iterator[Cause]:
+def _reads(result: ProfileResult) -> Iterator[SlowCause]:
     if text := read_line(result):
-        yield Cause(_at(result, _READING)[0], f"{text}: keep values on the device, read them every few steps")
+        yield SlowCause(
+            _at(result, _READING)[0], f"{text}: keep values on the device, read them every few steps"
+        )
 
 
 def read_line(result: ProfileResult) -> str:
@@ -189,23 +191,23 @@ def read_line(result: ProfileResult) -> str:
     return read if calls >= READS_PER_STEP else ""
 
 
-def _tiny(result: ProfileResult) -> Iterator[Cause]:
+def _tiny(result: ProfileResult) -> Iterator[SlowCause]:
     rows = [row for row in result.operators or () if row.calls]
     calls, spent = sum(row.calls for row in rows), sum(row.host_ms for row in rows)
     whole = result.traced_step_ms or 0.0
     if calls < TINY_CALLS or not whole or spent / calls > SHORT_CALL_MS or result.device is not None:
         return
     top = next((row for row in result.lines or () if row.line and row.phase == Phase.FORWARD), None)
-    yield Cause(
+    yield SlowCause(
         min(1.0, spent / whole),
         f"{calls:,.0f} tiny operations a step, {duration(1e-3 * spent / calls)} each"
         f"{f', at {top.line}' if top is not None else ''}: work on whole tensors, or compile",
     )
 
 
-def _saving(result: ProfileResult) -> Iterator[Cause]:
+def _saving(result: ProfileResult) -> Iterator[SlowCause]:
     share, line = _at(result, _SAVING)
-    yield Cause(share, f"files are saved at every step{line}: save every few hundred steps")
+    yield SlowCause(share, f"files are saved at every step{line}: save every few hundred steps")
 
 
 def _at(result: ProfileResult, pattern: re.Pattern[str]) -> tuple[float, str]:
@@ -222,6 +224,6 @@ def _source(row: LineTime) -> str:
     return linecache.getline(path, int(number)) if number.isdigit() else ""
 
 
-def cause_line(cause: Cause) -> str:
+def cause_line(cause: SlowCause) -> str:
     """Return a cause with its share."""
     return f"{cause.text} ({percent(cause.share)} of a step)"

@@ -85,7 +85,7 @@ class StackTime:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class LineSampling:
     """Extent of the sampling: samples in steady steps, CPU seconds of the sampler per second of training.
 
     ``longest_gap_ms`` is the longest time without a sample: a long one means that the lock was held. A sample
@@ -208,10 +208,10 @@ def stack_times(samples: Sequence[Sample], profile: StepProfile) -> tuple[StackT
     return tuple(sorted(stacks, key=lambda times: -times.ms))
 
 
-def sampling(sampler: LineSampler, samples: Sequence[Sample]) -> Sampling:
+def sampling(sampler: LineSampler, samples: Sequence[Sample]) -> LineSampling:
     """Return the extent of what was sampled."""
     gap = max((sample.seconds for sample in samples), default=0.0)
-    return Sampling(len(samples), sampler.cost, 1e3 * gap, 1e3 * sampler.delay_s)
+    return LineSampling(len(samples), sampler.cost, 1e3 * gap, 1e3 * sampler.delay_s)
 
 
 def speedscope(name: str, stacks: Sequence[StackTime]) -> dict[str, Any]:

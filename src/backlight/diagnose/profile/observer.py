@@ -136,7 +136,7 @@ class Description:
 
 
 @dataclass
-class Observed:
+class ObservedProfile:
     """Steps and live objects of a script.
 
     ``traced`` steps are those under the profiler; ``has_lines`` is whether one more follows in the trace,
@@ -175,7 +175,7 @@ class ProfileObserver(StepObserver):
         arguments: tuple[str, ...] = (),
     ) -> None:
         super().__init__(stop)
-        self.observed = Observed(self.trouble)
+        self.observed = ObservedProfile(self.trouble)
         self._steps = steps
         self._wanted = traced
         # Ranks wait for each other: all of them take the same number of steps, and then end.

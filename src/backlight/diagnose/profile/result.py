@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from backlight import atomic_files, codec
 from backlight.diagnose.profile.controls import ControlResult
-from backlight.diagnose.profile.line_samples import LineTime, Sampling, StackTime, speedscope
+from backlight.diagnose.profile.line_samples import LineSampling, LineTime, StackTime, speedscope
 from backlight.diagnose.profile.module_tree import ModuleRow
 from backlight.diagnose.profile.optimizations import Optimization
 from backlight.diagnose.profile.step_summary import OptimizerTime, PhaseTime, StepMilliseconds
@@ -77,7 +77,7 @@ class ProfileResult:
     optimizers: tuple[OptimizerTime, ...] = ()
     lines: tuple[LineTime, ...] | None = None
     stacks: tuple[StackTime, ...] | None = None
-    sampling: Sampling | None = None
+    sampling: LineSampling | None = None
     backwards_per_step: float | None
     parameters: int
     tokens_per_second: float | None = None

@@ -21,7 +21,7 @@ from backlight import devices
 from backlight.diagnose.profile.controls import control_from_environment
 from backlight.diagnose.profile.line_samples import MIN_SAMPLES, line_times, sampling, settle, stack_times
 from backlight.diagnose.profile.module_tree import module_tree
-from backlight.diagnose.profile.observer import Observed, ProfileObserver
+from backlight.diagnose.profile.observer import ObservedProfile, ProfileObserver
 from backlight.diagnose.profile.optimizations import find_optimizations
 from backlight.diagnose.profile.result import PeakMemory, ProfileResult, write_flame_graph
 from backlight.diagnose.profile.step_summary import (
@@ -76,7 +76,7 @@ class Profile:
     """
 
     result: ProfileResult
-    observed: Observed
+    observed: ObservedProfile
     operations: Operations | None
     trace: bytes
     pauses: tuple[tuple[int, dict[str, Any]], ...]
@@ -152,14 +152,14 @@ def profile(script: str, arguments: list[str], options: ProfileOptions, *, modul
     return Profile(result, observed, operations, kept, tuple(pauses))
 
 
-def _read_trace(path: Path, observed: Observed) -> tuple[Operations, Attribution, Attention | None]:
+def _read_trace(path: Path, observed: ObservedProfile) -> tuple[Operations, Attribution, Attention | None]:
     steps = len(observed.traced)
     main, lines = split(read_trace(path), steps)
     operations = read_operations(main, lines if observed.has_lines else None)
     return operations, attribute(main.events, steps), find_attention(main, steps)
 
 
-def _unevaluated(options: ProfileOptions, summary: StepProfile, observed: Observed) -> list[str]:
+def _unevaluated(options: ProfileOptions, summary: StepProfile, observed: ObservedProfile) -> list[str]:
     """Return which lines and findings are not evaluated, because there are too few steps."""
     limits, reasons = BottleneckLimits(), []
     steady = summary.step.steps if summary.step is not None else 0
@@ -219,7 +219,7 @@ def _throughput_fields(
     return dataclasses.asdict(reached)
 
 
-def _line_fields(observed: Observed, summary: StepProfile) -> dict[str, Any]:
+def _line_fields(observed: ObservedProfile, summary: StepProfile) -> dict[str, Any]:
     if observed.sampler is None or summary.step is None:
         return {}
     samples = settle(observed.sampler.samples, observed.steps, summary)
@@ -241,7 +241,7 @@ def _trace_fields(operations: Operations) -> dict[str, Any]:
     return fields
 
 
-def _device_phases(observed: Observed, warmup: int) -> dict[str, float] | None:
+def _device_phases(observed: ObservedProfile, warmup: int) -> dict[str, float] | None:
     """Return median milliseconds of the device by phase over the steady steps; None without one of both."""
     steps = observed.device[max(0, warmup - 1) :]  # the first step has no begin on the device
     names = dict.fromkeys(name for step in steps for name in step)
@@ -260,7 +260,7 @@ def _peak_memory() -> PeakMemory:
     return PeakMemory(peak, psutil.virtual_memory().total, "process")
 
 
-def _overhead(summary: StepProfile, observed: Observed) -> float | None:
+def _overhead(summary: StepProfile, observed: ObservedProfile) -> float | None:
     traced = _middle([step.seconds for step in observed.traced])
     return None if summary.step is None or traced is None else 1e3 * traced / summary.step.median_ms
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from backlight.answer import Answer, Column, Table, ms, word
 from backlight.diagnose.scaling.power_law import Exponent, PowerLaw
-from backlight.diagnose.scaling.sweep import DONE, Point, Scaling
+from backlight.diagnose.scaling.sweep import DONE, Scaling, ScalingPoint
 from backlight.text import count, percent, scaled, size
 
 PHASES = 4
@@ -54,15 +54,15 @@ def _tables(scaling: Scaling) -> Iterator[Table]:
     )  # fmt: skip
 
 
-def _setting(name: str, point: Point) -> Any:
+def _setting(name: str, point: ScalingPoint) -> Any:
     return point.settings[name]
 
 
-def _done(key: str, point: Point) -> Any:
+def _done(key: str, point: ScalingPoint) -> Any:
     return getattr(point, key) if point.status in DONE else None
 
 
-def _phase(name: str, point: Point) -> float | None:
+def _phase(name: str, point: ScalingPoint) -> float | None:
     return point.phases.get(name)
 
 
@@ -71,7 +71,7 @@ def _exponent(number: int, law: PowerLaw) -> str:
     return f"{exponent.value:.2f} ({exponent.low:.2f} to {exponent.high:.2f})"
 
 
-def _step(point: Point) -> str | None:
+def _step(point: ScalingPoint) -> str | None:
     if point.status not in DONE or point.step_ms is None:
         return None
     return f"{point.step_ms:.2f} ± {((point.high_ms or 0.0) - (point.low_ms or 0.0)) / 2:.2f}"
@@ -120,7 +120,7 @@ def _power(exponent: Exponent) -> str:
     return f"power {exponent.value:.2f} ({exponent.low:.2f} to {exponent.high:.2f})"
 
 
-def _where(point: Point) -> str:
+def _where(point: ScalingPoint) -> str:
     return ", ".join(f"{name}={value}" for name, value in point.settings.items())
 
 

@@ -30,7 +30,7 @@ DONE = frozenset({"measured", "predicted"})
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """One size; ``settings`` are those that differ between the points, None is not measured.
 
     ``status`` is ``measured``, ``predicted``, ``out of memory``, ``did not finish`` or ``failed``. Times are
@@ -61,7 +61,7 @@ class Scaling:
 
     recipe: str
     fake: bool
-    points: tuple[Point, ...]
+    points: tuple[ScalingPoint, ...]
     laws: tuple[PowerLaw, ...]
     faster: tuple[Exponent, ...]
     expected: Mapping[str, float]
@@ -129,7 +129,7 @@ def sweep(
         answers[number] = result
         on_point(len(answers), len(combinations))
     points = [
-        Point({name: settings[name] for name in swept}, **answers[number])
+        ScalingPoint({name: settings[name] for name in swept}, **answers[number])
         for number, settings in enumerate(combinations)
     ]
     if all(point.status == "failed" for point in points):
@@ -168,7 +168,7 @@ def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:
         except subprocess.TimeoutExpired:
             return {"status": "did not finish", "message": f"not within {limit:g} s (--limit)"}
         if out.is_file():
-            names = {f for f in Point.__dataclass_fields__ if f != "settings"}
+            names = {f for f in ScalingPoint.__dataclass_fields__ if f != "settings"}
             return {k: v for k, v in codec.decode(out.read_text(encoding="utf-8")).items() if k in names}
         if done.returncode == -signal.SIGKILL:
             return {"status": OUT_OF_MEMORY, "message": "the system ended the process (SIGKILL)"}
@@ -176,7 +176,7 @@ def _ask(request: Mapping[str, Any], limit: float) -> dict[str, Any]:
         return {"status": "failed", "message": f"ended with exit code {done.returncode}: {last[0]}"}
 
 
-def _laws(points: Sequence[Point]) -> tuple[list[PowerLaw], list[str]]:
+def _laws(points: Sequence[ScalingPoint]) -> tuple[list[PowerLaw], list[str]]:
     """Fit each quantity over the points that have it, against the swept settings that are numbers."""
     done = [point for point in points if point.status in DONE]
     names = [
@@ -201,7 +201,7 @@ def _laws(points: Sequence[Point]) -> tuple[list[PowerLaw], list[str]]:
     return laws, list(dict.fromkeys(notes))
 
 
-def _quantities(done: Sequence[Point]) -> dict[str, list[float]]:
+def _quantities(done: Sequence[ScalingPoint]) -> dict[str, list[float]]:
     """Return the quantities by name, 0 where a point lacks one."""
     quantities: dict[str, list[float]] = {}
     for name in ("parameters", "step_ms", "memory", "flops"):

@@ -40,7 +40,7 @@ _FRAME = re.compile(r'^ *File "(.+)", line (\d+)', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class CaseProgress:
     """Progress at the begin, middle and end of the window."""
 
     source: str
@@ -50,7 +50,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class CaseObservation:
     """Everything observed of one case.
 
     ``exit_code`` is negative where a signal ended it and None where its time was over. Then ``window_s`` is
@@ -63,7 +63,7 @@ class Observation:
     success: bool | None = None
     window_s: float = 0.0
     output: int = 0
-    progress: tuple[Progress, ...] = ()
+    progress: tuple[CaseProgress, ...] = ()
     processes: tuple[Attached, ...] = ()
     stall: Finding | None = None
     error: str = ""
@@ -71,7 +71,7 @@ class Observation:
     ended_by: tuple[str, ...] = ()
 
 
-def run_case(case: Case, attempt: Path) -> Observation:
+def run_case(case: Case, attempt: Path) -> CaseObservation:
     """Run ``case`` in a directory of its own and return what was observed; none of its processes is left."""
     mark = uuid.uuid4().hex
     argv = [fill(part, {"run": str(attempt / "run")}) for part in case.argv]
@@ -95,7 +95,9 @@ def run_case(case: Case, attempt: Path) -> Observation:
                 process.wait(5)
 
 
-def _observe(case: Case, attempt: Path, process: subprocess.Popen[bytes], tree: ProcessTree) -> Observation:
+def _observe(
+    case: Case, attempt: Path, process: subprocess.Popen[bytes], tree: ProcessTree
+) -> CaseObservation:
     begin, window = time.monotonic(), min(MAX_WINDOW_S, case.time_limit / 3)
     moments, texts = [], []
     for left in (window, window / 2, 0.0):
@@ -104,7 +106,7 @@ def _observe(case: Case, attempt: Path, process: subprocess.Popen[bytes], tree: 
         texts.append(read_output(attempt))
         if code is not None:
             break
-    observed = Observation(round(time.monotonic() - begin, 3), code)
+    observed = CaseObservation(round(time.monotonic() - begin, 3), code)
     if code is None:
         observed = replace(
             observed, window_s=round(moments[2] - moments[0], 3), output=len(texts[2]) - len(texts[1]),
@@ -135,12 +137,14 @@ def _wait(process: subprocess.Popen[bytes], tree: ProcessTree, attempt: Path, un
     return code
 
 
-def _progress(case: Case, attempt: Path, moments: list[float], texts: list[str]) -> tuple[Progress, ...]:
+def _progress(case: Case, attempt: Path, moments: list[float], texts: list[str]) -> tuple[CaseProgress, ...]:
     progress = []
     if case.progress:
-        progress.append(Progress("in the output", *(count_progress(case.progress, text) for text in texts)))
+        progress.append(
+            CaseProgress("in the output", *(count_progress(case.progress, text) for text in texts))
+        )
     if (steps := steps_at(open_case_run(attempt), moments)) is not None:
-        progress.append(Progress("steps recorded in the run", *steps))
+        progress.append(CaseProgress("steps recorded in the run", *steps))
     return tuple(progress)
 
 

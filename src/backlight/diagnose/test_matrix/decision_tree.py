@@ -7,8 +7,8 @@ import graphlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from backlight.diagnose.test_matrix.evaluation import Comparison, Evaluation
-from backlight.diagnose.test_matrix.plan import UNDECIDED, Node, Plan, PlanError
+from backlight.diagnose.test_matrix.evaluation import CaseComparison, Evaluation
+from backlight.diagnose.test_matrix.plan import UNDECIDED, MatrixPlan, Node, PlanError
 from backlight.text import did_you_mean
 
 
@@ -36,7 +36,7 @@ class Branch:
         return self.node.conclusion or f"{self.node.ask or self.name} {self.answer or 'undecided'}"
 
 
-def check_tree(plan: Plan, controls: Mapping[str, str]) -> tuple[str, ...]:
+def check_tree(plan: MatrixPlan, controls: Mapping[str, str]) -> tuple[str, ...]:
     """Return the nodes, each after all that lead to it; a PlanError for an unknown name or a loop."""
     for name, node in plan.tree.items():
         where = f"[tree.{name}]"
@@ -62,10 +62,10 @@ def check_tree(plan: Plan, controls: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def walk(
-    plan: Plan,
+    plan: MatrixPlan,
     order: tuple[str, ...],
     evaluations: Mapping[str, Evaluation],
-    comparisons: Mapping[str, Comparison],
+    comparisons: Mapping[str, CaseComparison],
 ) -> tuple[Branch, ...]:
     """Walk the tree in the order of :func:`check_tree`; without an answer, everything below stays open."""
     reached = {name: (Status.SUPPORTED, "the root") for name in order[:1]}
@@ -85,7 +85,7 @@ def walk(
 
 
 def _answer(
-    node: Node, evaluations: Mapping[str, Evaluation], comparisons: Mapping[str, Comparison]
+    node: Node, evaluations: Mapping[str, Evaluation], comparisons: Mapping[str, CaseComparison]
 ) -> tuple[str, str]:
     """Return the answer to a question, or an empty one and the reason."""
     if node.compare is not None:

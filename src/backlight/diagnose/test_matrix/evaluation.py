@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path, PurePath
 
 from backlight import codec
-from backlight.diagnose.test_matrix.case_run import Observation, open_case_run, read_output
+from backlight.diagnose.test_matrix.case_run import CaseObservation, open_case_run, read_output
 from backlight.diagnose.test_matrix.plan import UNDECIDED, Case
 from backlight.records import DiagnosisKind
 from backlight.store.read.run import Run
@@ -54,12 +54,12 @@ class CaseResult:
     case: Case
     digest: str
     attempt: str
-    observation: Observation
+    observation: CaseObservation
     evaluation: Evaluation
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class CaseComparison:
     """A case and its control. ``outcome`` is an answer of the plan's tree; empty if undecided."""
 
     case: str
@@ -73,7 +73,7 @@ class Comparison:
     why: str = ""
 
 
-def evaluate(observed: Observation) -> Evaluation:
+def evaluate(observed: CaseObservation) -> Evaluation:
     """Return the verdict on one case; time alone supports none."""
     if observed.exit_code is not None:
         return _exited(observed, observed.exit_code)
@@ -81,7 +81,7 @@ def evaluate(observed: Observation) -> Evaluation:
     return next((each for each in evaluations if each is not None), _undecided(observed))
 
 
-def _exited(observed: Observation, code: int) -> Evaluation:
+def _exited(observed: CaseObservation, code: int) -> Evaluation:
     after = f"after {observed.seconds:.1f} s"
     if code:
         name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
@@ -100,7 +100,7 @@ def _exited(observed: Observation, code: int) -> Evaluation:
     return Evaluation(DiagnosisKind.PASS, claim, refuted_if="it does not finish when run again")
 
 
-def _moving(observed: Observation) -> Evaluation | None:
+def _moving(observed: CaseObservation) -> Evaluation | None:
     for p in observed.progress:
         # A case that moved in the first half only may be hung since.
         if p.before < p.middle < p.after:
@@ -110,7 +110,7 @@ def _moving(observed: Observation) -> Evaluation | None:
     return None
 
 
-def _stalled(observed: Observation) -> Evaluation | None:
+def _stalled(observed: CaseObservation) -> Evaluation | None:
     stall = observed.stall
     if stall is None or stall.subject.verdict not in set(DiagnosisKind):
         return None
@@ -119,7 +119,7 @@ def _stalled(observed: Observation) -> Evaluation | None:
     return Evaluation(DiagnosisKind(stall.subject.verdict), claim, "as the finding", stall.refuted_if, line)
 
 
-def _diagnosed(observed: Observation) -> Evaluation | None:
+def _diagnosed(observed: CaseObservation) -> Evaluation | None:
     """Return the diagnosis of a process, where output, progress and the other processes agree with it."""
     still = all(p.after == p.middle for p in observed.progress)
     silent = not observed.output and all(process.idle for process in observed.processes)
@@ -144,7 +144,7 @@ def _diagnosed(observed: Observation) -> Evaluation | None:
     return None
 
 
-def _undecided(observed: Observation) -> Evaluation:
+def _undecided(observed: CaseObservation) -> Evaluation:
     claim, alternatives = f"did not finish in {observed.seconds:.0f} seconds", ("it is slow", "it hangs")
     if not observed.processes:
         refuted_if = "it finishes with a longer limit"
@@ -156,11 +156,11 @@ def _undecided(observed: Observation) -> Evaluation:
     )
 
 
-def _ranked(observed: Observation) -> list[Attached]:
+def _ranked(observed: CaseObservation) -> list[Attached]:
     return sorted(observed.processes, key=lambda process: not process.diagnosis.line)
 
 
-def compare(result: CaseResult, control: CaseResult, root: Path) -> Comparison:
+def compare(result: CaseResult, control: CaseResult, root: Path) -> CaseComparison:
     """Compare a case with its control; a factor without an observed effect is not cleared."""
     effect, differences, compared = _effect(result, control, root)
     verdict, before, factor = result.evaluation.verdict, control.evaluation.verdict, result.case.factor
@@ -178,7 +178,7 @@ def compare(result: CaseResult, control: CaseResult, root: Path) -> Comparison:
     else:
         why = "no evidence that the factor changed anything; add shows = 'regular expression'"
     words = {"": f"undecided: {why}", "none": "makes no difference"}.get(outcome, f"{outcome} it")
-    return Comparison(
+    return CaseComparison(
         result.case.name, control.case.name, factor, effect, tuple(differences), tuple(compared), outcome,
         f"{factor} {words} ({before} -> {verdict})", why,
     )  # fmt: skip

@@ -146,7 +146,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class MatrixPlan:
     """A whole plan; ``time_limit`` is that of each case, in seconds."""
 
     name: str = ""
@@ -174,7 +174,7 @@ def _check_name(section: str, name: str) -> None:
         raise ValueError(f"{section}.{name}: {problem}")
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> MatrixPlan:
     """Return the plan in a file; a PlanError names the first thing in it that a plan cannot hold."""
     try:
         return _plan(tomllib.loads(read_text(path)))
@@ -191,9 +191,9 @@ def read_plan(path: Path) -> Plan:
     raise PlanError(problem)
 
 
-def _plan(data: dict[str, Any]) -> Plan:
+def _plan(data: dict[str, Any]) -> MatrixPlan:
     # Table by table, so that messages name the table. An unknown key explains a missing one: it comes first.
-    _refuse_unknown(data, Plan, "")
+    _refuse_unknown(data, MatrixPlan, "")
     tables = dict(data)
     if isinstance(base := tables.get("base"), dict):
         tables["base"] = _table(base, Base, "base")
@@ -204,7 +204,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         tables["factors"] = {
             name: _tables(level, Change, f"factors.{name}") for name, level in factors.items()
         }
-    return codec.convert(tables, Plan, "")
+    return codec.convert(tables, MatrixPlan, "")
 
 
 def _tables(data: Any, kind: type[T], place: str) -> dict[str, T]:
@@ -266,7 +266,7 @@ def fill(part: str, values: Mapping[str, str]) -> str:
     return _BRACES.sub(lambda match: values.get(match[1], match[0]), part)
 
 
-def cases_of(plan: Plan, folder: Path) -> tuple[Case, ...]:
+def cases_of(plan: MatrixPlan, folder: Path) -> tuple[Case, ...]:
     """Return the cases of a plan in the order in which they run; ``folder`` is that of the plan."""
     tables = plan.cases or dict(_each_alone(plan))
     changes = {name: _changes(plan, name, table) for name, table in tables.items()}
@@ -280,18 +280,18 @@ def cases_of(plan: Plan, folder: Path) -> tuple[Case, ...]:
     return tuple(cases.values())
 
 
-def _each_alone(plan: Plan) -> Iterator[tuple[str, CaseTable]]:
+def _each_alone(plan: MatrixPlan) -> Iterator[tuple[str, CaseTable]]:
     yield "base", CaseTable()
     for factor, levels in plan.factors.items():
         for level in list(levels)[1:]:
             yield f"{factor}={level}", CaseTable(control="base", levels={factor: level})
 
 
-def _levels(plan: Plan, table: CaseTable) -> dict[str, str]:
+def _levels(plan: MatrixPlan, table: CaseTable) -> dict[str, str]:
     return {factor: table.levels.get(factor, next(iter(levels))) for factor, levels in plan.factors.items()}
 
 
-def _changes(plan: Plan, name: str, table: CaseTable) -> list[Change]:
+def _changes(plan: MatrixPlan, name: str, table: CaseTable) -> list[Change]:
     """Return the base and the levels of a case."""
     for factor, level in table.levels.items():
         where, levels_of = f"case {name!r}: levels", plan.factors.get(factor, {})
@@ -312,7 +312,7 @@ def _changes(plan: Plan, name: str, table: CaseTable) -> list[Change]:
     return [plan.base, *levels.values()]
 
 
-def _case(plan: Plan, name: str, changes: Sequence[Change], folder: Path, *, distributed: bool) -> Case:
+def _case(plan: MatrixPlan, name: str, changes: Sequence[Change], folder: Path, *, distributed: bool) -> Case:
     base, where = plan.base, f"case {name!r}"
     command = next(change.command for change in reversed(changes) if change.command)
     ranks = next((change.ranks for change in reversed(changes) if change.ranks), None)
@@ -355,7 +355,7 @@ def _digests(directory: Path, argv: Sequence[str]) -> dict[str, str]:
 
 
 def _factor(
-    plan: Plan, name: str, control: str, tables: Mapping[str, CaseTable], cases: Mapping[str, Case]
+    plan: MatrixPlan, name: str, control: str, tables: Mapping[str, CaseTable], cases: Mapping[str, Case]
 ) -> str:
     """Return the one factor in which a case differs from its control."""
     if control not in cases:

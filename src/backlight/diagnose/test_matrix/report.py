@@ -15,7 +15,7 @@ from markdown_it import MarkdownIt
 from backlight import atomic_files, codec
 from backlight.diagnose.test_matrix.case_run import EVIDENCE, OUTPUTS
 from backlight.diagnose.test_matrix.decision_tree import Branch, Status
-from backlight.diagnose.test_matrix.evaluation import CaseResult, Comparison
+from backlight.diagnose.test_matrix.evaluation import CaseComparison, CaseResult
 from backlight.diagnose.test_matrix.plan import FORMAT, UNDECIDED
 from backlight.processes import available_cores
 from backlight.records import DiagnosisKind
@@ -53,7 +53,7 @@ class MatrixReport:
     name: str
     rerun: str
     cases: tuple[CaseResult, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[CaseComparison, ...]
     branches: tuple[Branch, ...]
     format: int = FORMAT
 
@@ -97,7 +97,7 @@ def _lines(report: MatrixReport, *, full: bool) -> Iterator[str]:
     yield f"\nWritten by {escape(machine)}."
 
 
-def _comparison(each: Comparison) -> str:
+def _comparison(each: CaseComparison) -> str:
     differences, compared = ("; ".join(texts) or "nothing" for texts in (each.differences, each.compared))
     return (
         f"{code(each.case)} against {code(each.control)}: {escape(each.claim)}; effect of the factor: "

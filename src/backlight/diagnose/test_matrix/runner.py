@@ -16,7 +16,7 @@ from backlight import atomic_files, codec
 from backlight.diagnose.test_matrix.case_run import run_case
 from backlight.diagnose.test_matrix.decision_tree import check_tree, walk
 from backlight.diagnose.test_matrix.evaluation import CaseResult, compare, evaluate
-from backlight.diagnose.test_matrix.plan import Case, Plan, PlanError, cases_of, read_plan
+from backlight.diagnose.test_matrix.plan import Case, MatrixPlan, PlanError, cases_of, read_plan
 from backlight.diagnose.test_matrix.report import REPORT, MatrixDirectoryError, MatrixReport
 from backlight.launch.subprocess import end_marked
 from backlight.redaction import Redaction
@@ -28,7 +28,7 @@ from backlight.untrusted_files import read
 class Prepared:
     """A plan whose every case can start; ``order`` is that of the nodes of its tree."""
 
-    plan: Plan
+    plan: MatrixPlan
     path: Path
     cases: tuple[Case, ...]
     order: tuple[str, ...]

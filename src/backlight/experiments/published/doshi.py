@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backlight.experiments.data.split import apply_control, draw_split, seeded
-from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.experiment import Paper, Setup, experiment
 from backlight.experiments.models import PowerNet
 from backlight.experiments.progress import (
     circulant_deviation,
@@ -80,15 +80,15 @@ def polynomial_table(data: Data) -> tuple[Tensor, Tensor]:
         unclear="Width, learning rate, weight decay and β of each figure could not be checked against "
         "the paper; those here are the values known from the authors' work on modular arithmetic.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(
         data=Data(p=11, coefficients=(1, 1, 1), exponents=(1, 1, 1), train_share=0.45),
         model=Model(width=256),
         training=Training(steps=1500, lr=5e-3, weight_decay=1.0, log_every=5, thorough_every=100),
     ),
     effect="late generalisation, neurons on one wave",
 )
-def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
+def build(settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     p, width, training = settings.data.p, settings.model.width, settings.training
     tuples, values = polynomial_table(settings.data)

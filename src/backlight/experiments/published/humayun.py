@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from backlight.experiments.data.split import apply_control, generator, image_split, seeded
-from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.experiment import Paper, Setup, experiment
 from backlight.experiments.models import Mlp
 from backlight.experiments.progress import (
     adversarial_accuracy,
@@ -76,8 +76,8 @@ class Training(AdamWTraining):
         unclear="Attack and radius of each figure; the public code for MNIST measures complexity at "
         "radii .05 to 5 and 50 vertices, depths 2 to 6, with GELU as the last default of its file.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(
         data=Data(train_size=200),
         model=Model(hidden=(100, 100), scale=8.0),
         training=Training(
@@ -94,7 +94,7 @@ class Training(AdamWTraining):
     effect="late robustness",
     expects="",
 )
-def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
+def build(settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     data, training = settings.data, settings.training
     if training.loss not in LOSSES:

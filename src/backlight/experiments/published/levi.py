@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.experiments.data.split import apply_control, generator, linear_teacher
-from backlight.experiments.experiment import Duration, Paper, Settings, experiment
+from backlight.experiments.experiment import Duration, Paper, Setup, experiment
 from backlight.experiments.progress import weight_norm
 from backlight.experiments.task import Task
 
@@ -63,14 +63,14 @@ def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
         unclear="Sizes, rate and ε differ between figures; those here have λ = .9 and ε = 1e-3 and "
         "could not be checked against each of them.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(
         model=Model(),
         data=Data(inputs=100, train_size=105, test_size=1000),
         training=Training(steps=12_000, lr=0.1, tolerance=1e-3, log_every=20, thorough_every=500),
     ),
 )
-def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
+def build(settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     data, training = settings.data, settings.training
     split, teacher = linear_teacher(data.inputs, data.outputs, data.train_size, data.test_size, seed)

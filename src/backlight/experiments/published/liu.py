@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from backlight.experiments.data.split import apply_control, draw_split, generator, seeded
-from backlight.experiments.experiment import Duration, Paper, Settings, experiment
+from backlight.experiments.experiment import Duration, Paper, Setup, experiment
 from backlight.experiments.models import AdditionToy
 from backlight.experiments.progress import representation_quality
 from backlight.experiments.task import Task
@@ -60,8 +60,8 @@ class Training(Duration):
         unclear="The tolerance of a parallelogram and whether it is on the distance or its square; "
         "the public code has the square below 0.01, which is used here.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(
         # A slow and wide decoder leaves the embedding the time to come into order before all is fitted.
         data=Data(train_size=36),
         model=Model(hidden=400),
@@ -73,7 +73,7 @@ class Training(Duration):
     expects="",
     ci_expects="no-delay",
 )
-def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
+def build(settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     p, training = settings.data.p, settings.training
     pairs = torch.combinations(torch.arange(p), with_replacement=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from backlight.experiments.data.algorithmic import modular_table, unordered
 from backlight.experiments.data.split import apply_control, draw_split, generator, seeded
-from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.experiment import Paper, Setup, experiment
 from backlight.experiments.models import PairMlp
 from backlight.experiments.progress import inverse_participation_ratio
 from backlight.experiments.task import AdamWTraining, Task
@@ -165,8 +165,8 @@ class TicketTask(Task):
         "paper varies it. The weight decay of the dense net, 1, is read off the names of its runs. The "
         "public code leaves b + a out of the table, and so is it here, with a + a kept.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(
         # The dense net begins with no test sample right at all. With 246 of them that is still likely enough
         # for the verdict not to take the zeros for a log that was filled in.
         data=Data(p=37, train_share=0.65),
@@ -176,7 +176,7 @@ class TicketTask(Task):
     effect="an early ticket",
 )
 def build(
-    settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str
+    settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str
 ) -> TicketTask:
     """Return the task."""
     p, training = settings.data.p, settings.training

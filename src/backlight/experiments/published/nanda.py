@@ -10,7 +10,7 @@ from torch import Tensor
 from backlight.experiments import progress as fourier
 from backlight.experiments.data.algorithmic import modular_table
 from backlight.experiments.data.split import apply_control, draw_split, generator, seeded
-from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.experiment import Paper, Setup, experiment
 from backlight.experiments.models import PlainTransformer
 from backlight.experiments.task import AdamWTraining, Task
 
@@ -63,15 +63,15 @@ def precise_cross_entropy(outputs_NC: Tensor, labels_N: Tensor) -> Tensor:
         unclear="Key frequencies are those of the trained net in the paper; here they are the strongest "
         "of the embedding at the step that is measured, so that no later step is looked at.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(
         data=Data(p=29, train_share=0.5),
         model=Model(width=64, heads=4, hidden=256),
         training=Training(steps=2000, lr=3e-3, weight_decay=2.0, log_every=20, thorough_every=100),
     ),
     effect="late generalisation, restricted loss first",
 )
-def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
+def build(settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     p, shape, training = settings.data.p, settings.model, settings.training
     pairs, results = modular_table(p, "add")

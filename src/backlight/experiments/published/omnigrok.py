@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from backlight.experiments.data.split import apply_control, image_split, seeded
-from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.experiment import Paper, Setup, experiment
 from backlight.experiments.models import Mlp
 from backlight.experiments.progress import weight_norm
 from backlight.experiments.task import AdamWTraining, Task, one_hot_squared_error
@@ -58,8 +58,8 @@ class Training(AdamWTraining):
         unclear="The paper trains in fp64 and does not state the weight decay of each figure; 0.01 is "
         "that of the public code. Training here is in fp32.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(
         data=Data(train_size=200),
         model=Model(hidden=(100, 100), scale=8.0),
         training=Training(
@@ -73,7 +73,7 @@ class Training(AdamWTraining):
         ),
     ),
 )
-def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
+def build(settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     data, training = settings.data, settings.training
     split = image_split(data.path, data.train_size, data.test_size, seed)

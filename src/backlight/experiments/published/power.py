@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backlight.experiments.data.algorithmic import modular_table, permutation_table
 from backlight.experiments.data.split import apply_control, draw_split, seeded
-from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.experiment import Paper, Setup, experiment
 from backlight.experiments.models import Decoder
 from backlight.experiments.progress import softmax_collapse, weight_norm
 from backlight.experiments.task import AdamWTraining, Task
@@ -82,8 +82,8 @@ def table(data: Data, vocabulary: int) -> tuple[Tensor, Tensor, int]:
         "best. The authors' code also asks for the sign of the end after the answer; here the loss is "
         "that of the answer alone. Positions are sinusoidal and blocks post-norm as in that code.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(
         data=Data(p=47, train_share=0.85),
         model=Model(layers=1, width=128, heads=4, vocabulary=50),
         # Batches of one size: the rest of an epoch would be a small and noisy one. Without clipping, as in
@@ -101,7 +101,7 @@ def table(data: Data, vocabulary: int) -> tuple[Tensor, Tensor, int]:
         ),
     ),
 )
-def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
+def build(settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     shape, training = settings.model, settings.training
     tokens, results, count = table(settings.data, shape.vocabulary)

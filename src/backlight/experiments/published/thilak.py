@@ -9,7 +9,7 @@ from torch import nn
 
 from backlight.experiments.data.algorithmic import modular_table, unordered
 from backlight.experiments.data.split import apply_control, draw_split, seeded
-from backlight.experiments.experiment import Duration, Paper, Settings, experiment
+from backlight.experiments.experiment import Duration, Paper, Setup, experiment
 from backlight.experiments.models import Decoder, PairMlp
 from backlight.experiments.progress import smallest_margin, softmax_collapse, weight_norm
 from backlight.experiments.task import Task, linear_warmup
@@ -61,8 +61,8 @@ class Training(Duration):
         "loss spikes, the norm rests; generalisation comes with such cycles.",
         unclear="Batch size and β of each figure; those of Power et al. are taken.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(
         # With fewer residues or a smaller share there are slingshots without generalisation.
         data=Data(operation="add", p=59, train_share=0.9),
         model=Model(kind="pairs", width=128),
@@ -70,7 +70,7 @@ class Training(Duration):
     ),
     effect="slingshots, and generalisation with them",
 )
-def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
+def build(settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task."""
     data, shape, training = settings.data, settings.model, settings.training
     pairs, results = modular_table(data.p, data.operation)

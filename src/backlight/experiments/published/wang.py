@@ -8,7 +8,7 @@ import torch
 
 from backlight.experiments.data.algorithmic import knowledge_graph
 from backlight.experiments.data.split import apply_control, seeded
-from backlight.experiments.experiment import Paper, Settings, experiment
+from backlight.experiments.experiment import Paper, Setup, experiment
 from backlight.experiments.models import Gpt
 from backlight.experiments.task import AdamWTraining, Task
 
@@ -70,8 +70,8 @@ class Training(AdamWTraining):
         "not decay are those of the released code; its command leaves GPT-2's dropout on, here is none. "
         "Each entity, relation and tail is one token here as there, but no end of text is predicted.",
     ),
-    settings=Settings(Data(), Model(), Training()),
-    ci=Settings(
+    settings=Setup(Data(), Model(), Training()),
+    ci=Setup(
         # Nearly all inferred facts: the more of them in training, the sooner the others come.
         data=Data(entities=100, relations=10, degree=10, inferred_ratio=9.0),
         model=Model(layers=2, width=64, heads=4),
@@ -89,7 +89,7 @@ class Training(AdamWTraining):
     ),
     effect="late in distribution, never out of it",
 )
-def build(settings: Settings[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
+def build(settings: Setup[Data, Model, Training], seed: int, device: torch.device, control: str) -> Task:
     """Return the task: training on atomic and inferred facts, tested on inferred ones in distribution."""
     data, shape, training = settings.data, settings.model, settings.training
     graph = knowledge_graph(

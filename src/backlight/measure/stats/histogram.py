@@ -17,7 +17,7 @@ from torch import Tensor
 from backlight.devices import has_async_copies, widest_float
 from backlight.measure.stats.kernels import SCRATCH
 from backlight.measure.stats.packed_matrices import Owned, chunk_size, matrices, stored
-from backlight.measure.transfer import Arrays, Pending, Transfer, TransferBatch, start_copy
+from backlight.measure.transfer import Arrays, PendingArrays, Transfer, TransferBatch, start_copy
 from backlight.series import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 
 
@@ -40,7 +40,7 @@ def histogram(
     *,
     scale: Tensor | float | None = None,
     transfer: TransferBatch | None = None,
-) -> Pending:
+) -> PendingArrays:
     """Count the values of P local tensors by exponent; None where there is none, integers raise TypeError.
 
     Values are divided by ``scale`` before they are counted, on their device. ``transfer`` copies the results
@@ -69,7 +69,7 @@ def histogram(
             counts[:, 1:] += table.reshape(size, HISTOGRAM_BINS).astype(np.int64) * times_P[:, None]
         return np.zeros((size, 0)), counts
 
-    return Pending(transfers, finish)
+    return PendingArrays(transfers, finish)
 
 
 def _count(

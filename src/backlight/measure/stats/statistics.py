@@ -22,7 +22,7 @@ from backlight.measure.stats.compiled_rows import COMPILED_ROWS, DTYPES, Compile
 from backlight.measure.stats.fused_rows import FusedRows, failures, fused_rows
 from backlight.measure.stats.kernels import max_by, narrow, non_finite, root_sum_squares_by, wide
 from backlight.measure.stats.packed_matrices import Owned, chunk_size, chunks, is_host, matrices, stored
-from backlight.measure.transfer import Arrays, HostParts, Pending, Transfer, TransferBatch, start_copy
+from backlight.measure.transfer import Arrays, HostParts, PendingArrays, Transfer, TransferBatch, start_copy
 
 COLUMNS = ("norm", "max_abs", "sum", "nonzero", "nan", "inf")
 """Numbers per row, in the order in which they are copied to the host."""
@@ -36,7 +36,7 @@ def statistics(
     tier: Tier = "auto",
     scale: Tensor | float | None = None,
     transfer: TransferBatch | None = None,
-) -> Pending:
+) -> PendingArrays:
     """Measure every tensor.
 
     Parameters
@@ -108,7 +108,7 @@ def statistics(
         rows = [decode(numbers) for decode, numbers in zip(decoders, received, strict=True)]
         return _join(np.array(shares, dtype=np.int64).reshape(-1, 2), rows, divisor)
 
-    return Pending(transfers, finish)
+    return PendingArrays(transfers, finish)
 
 
 def why_not_compiled() -> str:

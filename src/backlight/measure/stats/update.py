@@ -21,7 +21,7 @@ from backlight.devices import widest_float
 from backlight.measure.stats.compiled_rows import DTYPES, is_plain
 from backlight.measure.stats.fused_rows import AddressTable, Entry, entry, fused_rows
 from backlight.measure.stats.kernels import root_sum_squares_by, row_norms
-from backlight.measure.transfer import Arrays, Pending, TransferBatch, start_copy
+from backlight.measure.transfer import Arrays, PendingArrays, TransferBatch, start_copy
 
 PER_TENSOR = 4096
 """Weights sampled of a tensor, about, unless something else is asked for."""
@@ -67,7 +67,7 @@ class WeightSample:
             for kept in self._kept:
                 kept.keep(now)
 
-    def after(self, transfer: TransferBatch | None = None) -> Pending:
+    def after(self, transfer: TransferBatch | None = None) -> PendingArrays:
         """Compare the weights with those that were kept.
 
         The result is float64 ``[P, 2]``: norm of the change and norm of the weights before it, estimated as
@@ -109,7 +109,7 @@ class WeightSample:
             counts[~measured_P] = 0
             return values, counts
 
-        return Pending(transfers, finish)
+        return PendingArrays(transfers, finish)
 
     def _read(self) -> list[Tensor | None]:
         """Return each parameter as it is now, None where nothing is readable."""

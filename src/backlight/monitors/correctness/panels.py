@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from backlight.monitors.correctness.model.facts import observed_steps
-from backlight.report.panel import Drawn, Figures, NotMeasured, Summary, panel
+from backlight.report.panel import Drawn, Figures, MonitorSummary, NotMeasured, panel
 from backlight.report.source import Source
 from backlight.text import count, number
 
 
-def summary(source: Source) -> Summary | None:
+def summary(source: Source) -> MonitorSummary | None:
     """Return the summary of a run in which nothing but the loop was watched."""
     steps = observed_steps(source.run)
-    return Summary(f"The training loop was checked at {count(steps, 'step')}.", figures) if steps else None
+    return (
+        MonitorSummary(f"The training loop was checked at {count(steps, 'step')}.", figures)
+        if steps
+        else None
+    )
 
 
 def figures(source: Source) -> Figures:

@@ -60,8 +60,8 @@ class GrokkingMonitor(Monitor):
     def attach(self, run: RunHandle) -> None:
         """Prepare the probe batch; nothing is measured before the first logged step."""
         # Here, since they import much that the other monitors do not need.
-        from backlight.monitors.grokking.instrument.probe_batch import Probe  # noqa: PLC0415
-        from backlight.monitors.grokking.instrument.tracker import Tracker  # noqa: PLC0415
+        from backlight.monitors.grokking.instrument.probe_batch import ProbedModel  # noqa: PLC0415
+        from backlight.monitors.grokking.instrument.tracker import MeasureTracker  # noqa: PLC0415
 
         self._recorder, self._notifier = run.recorder, run.notifier
         self._sampled_step = -1
@@ -70,11 +70,11 @@ class GrokkingMonitor(Monitor):
         probe = None
         if run.samples is not None:
             loss_fn, batch, *held_out = run.samples
-            probe = Probe(
+            probe = ProbedModel(
                 run.scope.models[0], loss_fn, batch, first_real,
                 held_out=held_out[0] if held_out else None, optimizers=run.scope.optimizers,
             )  # fmt: skip
-        self._tracker = Tracker(self._measures, run.recorder, probe, self._warn)
+        self._tracker = MeasureTracker(self._measures, run.recorder, probe, self._warn)
         self._disk = DiskGuard(run.path, MIN_FREE_DISK_BYTES, run.recorder)
         if probe is None and self._measures.sampled:
             reason = "watch was given no samples=(loss_fn, batch): no per-sample gradients are measured"

@@ -23,10 +23,10 @@ from backlight.monitors.spectra.model.echo_records import (
     layer_table,
 )
 from backlight.report.charts import Axis, Line, chart
-from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, tabular
+from backlight.report.panel import Drawn, Figures, MonitorSummary, NotMeasured, PanelFact, panel, tabular
 from backlight.report.source import Source
 from backlight.store.spectra import NUMBERS as STORED_NUMBERS
-from backlight.store.spectra import Layer, Table, left_out
+from backlight.store.spectra import Layer, SpectraTable, left_out
 from backlight.store.spectra import tables as tables_of
 from backlight.text import count, number, visible
 
@@ -64,7 +64,7 @@ def shape_of(layer: Layer) -> str:
     return f"{layer.rows}\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}{layer.columns}"
 
 
-def frobenius(table: Table) -> float:
+def frobenius(table: SpectraTable) -> float:
     """Return the root mean square Frobenius norm of a replicate; NaN where it is not known.
 
     ``T = sigma^2 p q / (1 - rho)`` by the definitions of noise level and signal share; without noise, from
@@ -115,7 +115,7 @@ def explorer(source: Source) -> tuple[dict[str, Any], list[str]]:
     }, remarks
 
 
-def _layer(layer: Layer, tables: tuple[Table, ...], most: int) -> dict[str, Any]:
+def _layer(layer: Layer, tables: tuple[SpectraTable, ...], most: int) -> dict[str, Any]:
     places = np.unique(np.linspace(0, len(tables) - 1, min(most, len(tables))).round().astype(np.int64))
     chosen = [tables[place] for place in places]
     K = max(1, *(_width(table["singular_value"]) for table in chosen))
@@ -144,7 +144,7 @@ def _width(values: Floats) -> int:
     return int(seen[-1]) + 1 if seen.size else 0
 
 
-def _fields(table: Table) -> Floats:
+def _fields(table: SpectraTable) -> Floats:
     """Return ``[F, D]`` by the names of :data:`FIELDS`."""
     D = table.layer.directions
     value, strength = table["singular_value"], table["strength"]
@@ -165,7 +165,7 @@ def _gaps(values: Floats, sigma: float) -> Floats:
     return gaps
 
 
-def _spectrum(table: Table) -> Floats:
+def _spectrum(table: SpectraTable) -> Floats:
     values = table.singular_values
     out = np.full((len(VALUES), values.shape[1]), np.nan)
     seen = ~np.isnan(values).all(axis=0)
@@ -188,7 +188,7 @@ def lines_over_steps(histories: Sequence[LayerHistory], name: str) -> tuple[list
     return lines[:LINES], remarks
 
 
-def summary(source: Source) -> Summary | None:
+def summary(source: Source) -> MonitorSummary | None:
     """Return the summary of a run of which spectra were measured, and no gradients."""
     histories = spectra_of(source)
     if source.run.has("gradient") or not histories:
@@ -197,7 +197,7 @@ def summary(source: Source) -> Summary | None:
     detail = f"Spectra of {layers} over replicates were measured at {steps}."
     share = _median_of(histories, "signal_share")
     headline = f"Median signal share of {layers}: {share}" if share else ""
-    return Summary(detail, _figures, headline=headline)
+    return MonitorSummary(detail, _figures, headline=headline)
 
 
 def _median_of(histories: Sequence[LayerHistory], name: str) -> str:
@@ -354,7 +354,10 @@ def spectra(source: Source) -> Drawn | NotMeasured:
     if without:
         reasons = sorted(set(without.values()))
         remarks.append(f"{count(len(without), 'parameter')} left out: {'; '.join(reasons[:3])}.")
-    facts = (Fact("layers", number(len(histories))), Fact("steps", number(len(steps_of(histories)))))
+    facts = (
+        PanelFact("layers", number(len(histories))),
+        PanelFact("steps", number(len(steps_of(histories)))),
+    )
     return Drawn("spectra", data, facts, tuple(remarks))
 
 
@@ -427,7 +430,7 @@ def noise_scale_of_steps(source: Source) -> Drawn | NotMeasured:
         f"{visible(entry['reason'])}."
         for entry in sorted(last["unmeasured"], key=lambda parameter: -parameter["share"])[:MAX_REMARKS]
     ]
-    facts = (Fact("samples", number(last["samples"])), Fact("measured steps", number(len(events))))
+    facts = (PanelFact("samples", number(last["samples"])), PanelFact("measured steps", number(len(events))))
     return Drawn("lines", {"charts": charts}, facts, tuple(remarks))
 
 

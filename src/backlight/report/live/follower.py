@@ -21,9 +21,9 @@ from typing import Any
 
 from backlight.records import Finding, ParameterRecord, RunStatus
 from backlight.report import verdict
-from backlight.report.encoding import script_json
 from backlight.report.frames import ParameterFrames
 from backlight.report.page import announced, belongs, head, panel_data
+from backlight.report.page_codec import script_json
 from backlight.report.panel import Drawn, NotMeasured, Panel, error_text, failed, in_order, shown
 from backlight.report.source import Source
 from backlight.store.errors import RunFormatError
@@ -132,7 +132,7 @@ class Rendered:
     version: int
 
 
-class Followed:
+class FollowedRun:
     """A run directory, which may still be empty, the newest reading of it, and its panels.
 
     ``reopen`` opens it; one that remembers what it read makes each reading cheap.

@@ -11,9 +11,9 @@ import numpy as np
 from backlight.answer import Table, indexed
 from backlight.findings.losses import losses_of
 from backlight.report import verdict
-from backlight.report.encoding import script_json
-from backlight.report.live.follower import Followed, Stand, Standing
+from backlight.report.live.follower import FollowedRun, Stand, Standing
 from backlight.report.overlay import compared, curve_panels, left_out, listing
+from backlight.report.page_codec import script_json
 from backlight.report.panel import error_text
 from backlight.report.source import Source
 from backlight.text import count, duration, number, visible
@@ -24,7 +24,7 @@ HEADS = ("run", "now", "steps", "last loss", "median step", "findings")
 class Several:
     """A page over ``runs``; what each of them shows alone is a page of its own."""
 
-    def __init__(self, runs: Sequence[Followed]) -> None:
+    def __init__(self, runs: Sequence[FollowedRun]) -> None:
         self._runs = tuple(runs)
         self.name = f"{len(self._runs)} runs"
         self._names = _distinct_names([run.name for run in self._runs])
@@ -69,7 +69,7 @@ class Several:
         stamp = hashlib.sha256(text.encode("ascii")).hexdigest()[:20]
         return None if stamp == have else (stamp, text)
 
-    def _read(self) -> Iterator[tuple[str, Followed, Source]]:
+    def _read(self) -> Iterator[tuple[str, FollowedRun, Source]]:
         for name, run in zip(self._names, self._runs, strict=True):
             source = run.source
             if source is not None:
@@ -90,7 +90,7 @@ class Several:
         return self._drawn[1]
 
 
-def _drawn(read: Sequence[tuple[str, Followed, Source]]) -> Iterator[dict[str, Any]]:
+def _drawn(read: Sequence[tuple[str, FollowedRun, Source]]) -> Iterator[dict[str, Any]]:
     """Yield the table of the runs and their charts; what fails is named in its place, and the rest stays."""
     rows = [_row(name, run, source) for name, run, source in read]
     table = Table(indexed(HEADS, numbers=(2, 3, 4)), rows, title="Runs")
@@ -98,7 +98,7 @@ def _drawn(read: Sequence[tuple[str, Followed, Source]]) -> Iterator[dict[str, A
     yield from curve_panels([(name, source) for name, _, source in read])
 
 
-def _row(name: str, run: Followed, source: Source) -> list[str]:
+def _row(name: str, run: FollowedRun, source: Source) -> list[str]:
     try:
         losses, seconds = losses_of(source.run), source.step_times
         lasts = [(label, number(float(loss.values[-1]))) for label, loss in losses.items()]

@@ -25,11 +25,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from backlight.report.encoding import script_json
 from backlight.report.page import document
+from backlight.report.page_codec import script_json
 
 if TYPE_CHECKING:
-    from backlight.report.live.follower import Followed
+    from backlight.report.live.follower import FollowedRun
     from backlight.report.live.overlay import Several
 
 COOKIE = "backlight"
@@ -217,7 +217,7 @@ class LiveServer:
     ``port`` is a port of this machine, 0 for any that is free. One that is in use is an ``OSError``.
     """
 
-    def __init__(self, subjects: Mapping[str, Followed | Several], port: int = 0) -> None:
+    def __init__(self, subjects: Mapping[str, FollowedRun | Several], port: int = 0) -> None:
         self._subjects = subjects
         self._closing = False
         routes = [

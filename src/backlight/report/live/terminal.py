@@ -23,7 +23,7 @@ from rich.text import Text
 
 from backlight.findings.losses import losses_of
 from backlight.records import Finding, Severity
-from backlight.report.live.follower import Followed, Stand, Standing
+from backlight.report.live.follower import FollowedRun, Stand, Standing
 from backlight.report.panel import error_text
 from backlight.report.source import Source
 from backlight.report.sparkline import sparkline
@@ -250,7 +250,7 @@ def _distinct(findings: Sequence[Finding]) -> list[Finding]:
     return [*first, *rest]
 
 
-def show(run: Followed, console: Console, *, once: bool = False) -> None:
+def show(run: FollowedRun, console: Console, *, once: bool = False) -> None:
     """Print one frame, or frames until the run has ended or until q or Ctrl-C is pressed."""
     if once or not console.is_terminal:
         run.look()

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from backlight.report.charts import TONES
-from backlight.report.encoding import Quantised
+from backlight.report.page_codec import Quantised
 from backlight.report.plots.spectra import spectra
 from backlight.report.plots.style import Draw, colours, ramp, tick
 from backlight.report.source import Source

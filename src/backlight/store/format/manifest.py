@@ -79,7 +79,7 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class ListedSummary:
     """What a list of runs shows of the database of a first rank, while that is as it was when it was closed.
 
     ``size`` are its bytes and ``changed`` the time of its last change, in nanoseconds since the epoch. The
@@ -134,7 +134,7 @@ class AttemptEntry:
     flush_interval: float = 1.0
     progress: Progress = field(default_factory=Progress)
     first: int = 0
-    summary: Summary | None = None
+    summary: ListedSummary | None = None
 
     def database_state(self, run: Path) -> tuple[int, int] | None:
         """Return size and last change of the first rank's database; None where a list needs more files."""

@@ -19,9 +19,9 @@ from backlight import codec
 from backlight.records import Finding, ParameterRecord
 from backlight.series import SERIES
 from backlight.store.errors import RunFormatError
-from backlight.store.format import encoding
-from backlight.store.format.encoding import BLOCK_VALUES, LoggedValues, decode_column, decode_scalars
+from backlight.store.format import row_codec
 from backlight.store.format.manifest import AttemptEntry
+from backlight.store.format.row_codec import BLOCK_VALUES, LoggedValues, decode_column, decode_scalars
 from backlight.store.format.schema import (
     ROWS,
     THINNED,
@@ -223,10 +223,10 @@ class RankFile:
         logged = [(row.id, row.source, row.name) for row in self._rows("scalar_name")]
         named = list(logged)
         # Fewer values are never thinned.
-        if self.last["scalar"] > encoding.WHOLE_STEPS and self.last_event(THINNED) is not None:
-            for kind, belongs in enumerate(encoding.SOURCES, 1):
+        if self.last["scalar"] > row_codec.WHOLE_STEPS and self.last_event(THINNED) is not None:
+            for kind, belongs in enumerate(row_codec.SOURCES, 1):
                 named += [
-                    (i + kind * encoding.BY_SOURCE, belongs, name)
+                    (i + kind * row_codec.BY_SOURCE, belongs, name)
                     for i, source, name in logged
                     if source == "backlight" and is_of_every_step(name)
                 ]

@@ -12,7 +12,7 @@ from typing import Any
 
 from backlight.records import RunStatus, Severity
 from backlight.store.errors import RunFormatError
-from backlight.store.format.manifest import AttemptEntry, Manifest, Summary, read_manifest
+from backlight.store.format.manifest import AttemptEntry, ListedSummary, Manifest, read_manifest
 from backlight.store.format.names import (
     MANIFEST,
     WATCHDOG_DATABASE,
@@ -160,7 +160,7 @@ def _is_unchanged(path: Path, entry: AttemptEntry) -> bool:
     return False
 
 
-def _summary_of(files: Sequence[RankFile]) -> Summary:
+def _summary_of(files: Sequence[RankFile]) -> ListedSummary:
     evaluated: dict[str, Any] | None = None
     losses: dict[str, float] = {}
     for file in files:
@@ -169,7 +169,7 @@ def _summary_of(files: Sequence[RankFile]) -> Summary:
             names = [name for _, of, name in file.scalar_names if is_loss(name, of)]
             last = {name: file.last_scalar("backlight", name) for name in names}
             losses |= {name: value for name, value in last.items() if value is not None}
-    return Summary.of([finding for file in files for finding in file.findings()], evaluated, losses)
+    return ListedSummary.of([finding for file in files for finding in file.findings()], evaluated, losses)
 
 
 def _newest_files(path: Path, entry: AttemptEntry, run_id: str, *, live: bool) -> Sequence[RankFile]:

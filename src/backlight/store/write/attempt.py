@@ -30,9 +30,9 @@ from backlight.store.filesystem import CLAIM, ProcessIdentity, locked
 from backlight.store.format.manifest import (
     HEARTBEAT_S,
     AttemptEntry,
+    ListedSummary,
     Manifest,
     Progress,
-    Summary,
     read_document,
     read_manifest,
     seal,
@@ -132,7 +132,7 @@ class Entry:
         self._cost_s = self._published - began
         self._stale = False
 
-    def end(self, status: RunStatus, summary: Summary) -> None:
+    def end(self, status: RunStatus, summary: ListedSummary) -> None:
         """Publish how the attempt ended, once its files are closed; an OSError passes through."""
         self.progress.status, self.progress.ended = status, clock.unix_time()
         if self.is_first:

@@ -20,8 +20,9 @@ from backlight import atomic_files, clock, codec, processes
 from backlight.series import SERIES
 from backlight.store.connections import Connection, connect
 from backlight.store.errors import RunFormatError
-from backlight.store.format import encoding
-from backlight.store.format.encoding import (
+from backlight.store.format import row_codec
+from backlight.store.format.names import database_name, segment_name
+from backlight.store.format.row_codec import (
     BLOCK_VALUES,
     LoggedValues,
     Row,
@@ -31,7 +32,6 @@ from backlight.store.format.encoding import (
     sealed,
     series_blocks,
 )
-from backlight.store.format.names import database_name, segment_name
 from backlight.store.format.schema import (
     DATABASE_KIND,
     FORMAT_VERSION,
@@ -166,7 +166,7 @@ class RankDatabase:
         self.last: dict[str, int] = dict.fromkeys(ROWS, 0)
         self._unfilled = LoggedValues.of([])
         self._of_every_step: set[int] = set()
-        self._next_thinning = 2 * encoding.WHOLE_STEPS
+        self._next_thinning = 2 * row_codec.WHOLE_STEPS
         self._checkpoint_pages = checkpoint_pages
         _create(path, meta)
         self._inode = self.path.stat().st_ino
@@ -234,7 +234,7 @@ class RankDatabase:
             is_full = len(blocks[-1].steps) == BLOCK_VALUES
             self._unfilled = LoggedValues.of([]) if is_full else blocks[-1]
         if is_due:
-            self._next_thinning = newest + encoding.WHOLE_STEPS
+            self._next_thinning = newest + row_codec.WHOLE_STEPS
         if clock.monotonic() - self._synced > SYNC_INTERVAL_S:
             with contextlib.suppress(sqlite3.Error):  # the rows are written, and must not be so twice
                 self._run("PRAGMA wal_checkpoint(PASSIVE)")
@@ -242,15 +242,15 @@ class RankDatabase:
 
     def _thin(self, newest: int, written: int) -> tuple[list[tuple[Any, ...]], Batch]:
         """Return the blocks that replace old ones of the first ``written`` values, and the event of it."""
-        before = newest - encoding.WHOLE_STEPS
+        before = newest - row_codec.WHOLE_STEPS
         ((last,),) = self._run(f"SELECT max(id) FROM scalar WHERE step < {before} AND id <= {written}")
         stored = self._run(f"SELECT size, floats, ints FROM scalar WHERE id <= {last or 0} ORDER BY id")
         try:
             logged = LoggedValues.join([decode_scalars(*row) for row in stored])
         except RunFormatError:  # what is damaged stays as it is, for the reader to report
             return [], Batch()
-        width = encoding.bin_width(before)
-        blocks = encoding.thin(logged, self._of_every_step, width).split(BLOCK_VALUES)
+        width = row_codec.bin_width(before)
+        blocks = row_codec.thin(logged, self._of_every_step, width).split(BLOCK_VALUES)
         rows = [
             scalar_block(1 + i * BLOCK_VALUES, block, last if block is blocks[-1] else 0)
             for i, block in enumerate(blocks)

@@ -26,7 +26,7 @@ from backlight.series import SERIES
 from backlight.store import filesystem
 from backlight.store.errors import RunWriteError
 from backlight.store.format.arrays import ArrayWriter, Filters, write_evidence
-from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, Manifest, Progress, Summary
+from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, ListedSummary, Manifest, Progress
 from backlight.store.format.names import ARRAYS, database_name, storable
 from backlight.store.format.schema import DISK_LIMIT, EVALUATED, NOT_STORED, is_loss
 from backlight.store.write import database
@@ -414,7 +414,7 @@ class RunWriter:
             self._closed = True
             self._try(self._finish_arrays, again=True)
             self._try(self._close_database)
-            summary = Summary.of(self._findings, self._evaluated, self._losses)
+            summary = ListedSummary.of(self._findings, self._evaluated, self._losses)
             self._try(lambda: self._entry.end(status, summary), again=True)
 
     def _finish_arrays(self) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from backlight.monitors.grokking.instrument.gradient_history import GradientSketch, GradientWindow
-from backlight.monitors.grokking.instrument.probe_batch import Probe
-from backlight.monitors.grokking.instrument.tracker import Tracker, stored
+from backlight.monitors.grokking.instrument.probe_batch import ProbedModel
+from backlight.monitors.grokking.instrument.tracker import MeasureTracker, stored
 from backlight.monitors.grokking.model.measures import TIERS, at_tier, left_out
 from backlight.monitors.grokking.settings import Measures
 from zoo import BlockAndHead
@@ -49,14 +49,14 @@ def flat(step: int) -> np.ndarray:
     return np.concatenate([g.numpy().reshape(-1) for g in gradients(step).values()]).astype(np.float64)
 
 
-def follow(tracker: Tracker, steps: range) -> None:
+def follow(tracker: MeasureTracker, steps: range) -> None:
     for step in steps:
         tracker.measure(step, gradients(step).items())
 
 
 def test_gradients_products_and_window_against_numpy() -> None:
     recorder = MemoryRecorder()
-    follow(Tracker(Measures(every=2, products=1, window=1, window_steps=3), recorder), range(10))
+    follow(MeasureTracker(Measures(every=2, products=1, window=1, window_steps=3), recorder), range(10))
     for step in range(0, 10, 2):
         assert np.array_equal(recorder.arrays[step, "gradient/w"], gradients(step)["w"].numpy())
         assert recorder.scalar[step, "gradient/norm"] == pytest.approx(np.linalg.norm(flat(step)))
@@ -106,7 +106,7 @@ def test_gradients_keep_their_precision_when_stored() -> None:
     assert stored(torch.zeros(2, dtype=torch.float64), "float32").dtype is torch.float32
     assert stored(torch.zeros(2, dtype=torch.float64), "float64").dtype is torch.float64
     recorder = MemoryRecorder()
-    tracker = Tracker(Measures(every=1, window=0), recorder)
+    tracker = MeasureTracker(Measures(every=1, window=0), recorder)
     value = torch.tensor([1.0, 1e-30], dtype=torch.bfloat16)
     tracker.gradients(0, [("w", value)])
     tracker.close(0)
@@ -117,7 +117,7 @@ def test_gradients_keep_their_precision_when_stored() -> None:
 
 def test_gradient_is_copied_before_it_changes() -> None:
     recorder = MemoryRecorder()
-    tracker = Tracker(Measures(every=1), recorder)
+    tracker = MeasureTracker(Measures(every=1), recorder)
     value = torch.ones(3)
     tracker.gradients(0, [("w", value)])
     value.zero_()
@@ -133,11 +133,11 @@ def squares(model: nn.Module, batch: Any) -> torch.Tensor:
 def test_probe_records_mean_gram_vectors_and_agop(scope: str) -> None:
     torch.manual_seed(0)
     model, batch, recorder = BlockAndHead().double(), torch.randn(6, 3, dtype=torch.float64), MemoryRecorder()
-    probe = Probe(model, squares, batch, lambda given: given)
+    probe = ProbedModel(model, squares, batch, lambda given: given)
     measures = Measures(
         every=1, mean_gradient=1, gram=1, vectors=1, top_k=2, agop=1, scope=scope, precision="float64"
     )
-    Tracker(measures, recorder, probe).sample(3)
+    MeasureTracker(measures, recorder, probe).sample(3)
     rows = []
     for i in range(6):
         model.zero_grad()
@@ -172,8 +172,8 @@ def test_probe_records_mean_gram_vectors_and_agop(scope: str) -> None:
 def test_failure_is_recorded_or_raised() -> None:
     model, warnings = BlockAndHead(), list[tuple[str, str]]()
     recorder = MemoryRecorder()
-    bad = Probe(model, lambda m, b: m(b).square().mean(), torch.randn(6, 3))
-    tracker = Tracker(
+    bad = ProbedModel(model, lambda m, b: m(b).square().mean(), torch.randn(6, 3))
+    tracker = MeasureTracker(
         Measures(every=1, gram=1), recorder, bad, warn=lambda *warning: warnings.append(warning)
     )
     tracker.sample(0)
@@ -182,7 +182,7 @@ def test_failure_is_recorded_or_raised() -> None:
     assert (kind, payload["what"], set(payload)) == ("unmeasured", "gram", {"what", "reason"})
     assert not any(name.startswith("gram/") for _, name in recorder.arrays)
     with pytest.raises(ValueError, match="gram"):
-        Tracker(Measures(every=1, gram=1), recorder, bad).sample(0)
+        MeasureTracker(Measures(every=1, gram=1), recorder, bad).sample(0)
 
 
 def test_each_tier_stores_less() -> None:
@@ -197,7 +197,7 @@ def test_each_tier_stores_less() -> None:
     with pytest.raises(ValueError, match="tier 'half': expected one of full factors, top-k, Gram, scalars"):
         at_tier(full, "half")
     recorder = MemoryRecorder()
-    follow(Tracker(at_tier(Measures(every=1, products=1, window=1), "scalars"), recorder), range(5))
+    follow(MeasureTracker(at_tier(Measures(every=1, products=1, window=1), "scalars"), recorder), range(5))
     assert recorder.arrays == {}
     assert (4, "window/trace") in recorder.scalar
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from backlight.monitors.grokking.model import curves
-from backlight.monitors.grokking.model.curves import DetectionError, Interval
+from backlight.monitors.grokking.model.curves import DetectionError, StepInterval
 from backlight.monitors.grokking.model.detection import detect
 from backlight.monitors.grokking.model.verdicts import Detection, GrokkingVerdict, VerdictLimits
 
@@ -36,10 +36,10 @@ def test_delayed_generalisation_is_strong_grokking_with_its_intervals() -> None:
     found = evaluated(fitted(), rise(900, 20))
     assert found.verdict is GrokkingVerdict.GROKKING
     assert found.strong
-    assert found.memorised == Interval(30, 40)
+    assert found.memorised == StepInterval(30, 40)
     test = rise(900, 20)
     first = int(np.argmax(test >= 0.95))
-    assert found.generalised == Interval(int(STEPS[first - 1]), int(STEPS[first]))
+    assert found.generalised == StepInterval(int(STEPS[first - 1]), int(STEPS[first]))
     assert found.ratio == pytest.approx((STEPS[first - 1] / 40, STEPS[first] / 30))
     assert all(condition.held for condition in found.conditions)
     assert len(found.sweep) == 12
@@ -176,7 +176,7 @@ def test_filler_zeros_count_as_missing() -> None:
     found = evaluated(fitted(), late)
     assert found.verdict is GrokkingVerdict.INSUFFICIENT_DATA
     assert "filled in" in found.claim
-    assert found.generalised == Interval(0, 1000)
+    assert found.generalised == StepInterval(0, 1000)
     sparse = np.where(STEPS % 100, 0.0, rise(900, 20))  # and at every tenth log
     assert evaluated(fitted(), sparse).verdict is GrokkingVerdict.INSUFFICIENT_DATA
     pairs = np.where(STEPS % 30, 0.0, early)
@@ -185,7 +185,7 @@ def test_filler_zeros_count_as_missing() -> None:
     kept = STEPS >= 1000
     omitted = detect(STEPS, fitted(), STEPS[kept], early[kept], chance=CHANCE, test_size=SIZE)
     assert omitted.verdict is GrokkingVerdict.INSUFFICIENT_DATA
-    assert omitted.generalised == Interval(0, 1000)
+    assert omitted.generalised == StepInterval(0, 1000)
 
 
 def test_true_zeros_are_kept_if_chance_is_zero() -> None:

@@ -27,7 +27,7 @@ from backlight.records import Layout
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
-    from backlight.capture.transfers import Transfer
+    from backlight.capture.transfers import RankTransfer
 
 Digested = tuple[NDArray[np.int64], NDArray[np.float32]]
 """Digests and norms of tensors, ``[P]`` each."""
@@ -248,7 +248,7 @@ class TransferDigests(Check):
         self._calls: Counter[str] = Counter()
         self._reader = DigestReader()
 
-    def transferred(self, transfer: Transfer) -> None:
+    def transferred(self, transfer: RankTransfer) -> None:
         """Read the tensors of a transfer."""
         if self.run.world_size < 2 or not self.due or is_transforming() or is_capturing_graph():
             return

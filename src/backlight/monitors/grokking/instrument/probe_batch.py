@@ -17,7 +17,7 @@ from backlight.measure.noise_scale import noise_scale
 from backlight.monitors.grokking.instrument.gradient_history import record_array
 from backlight.monitors.grokking.instrument.gram import inputs
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-from backlight.monitors.grokking.instrument.gram.gram import gram
+from backlight.monitors.grokking.instrument.gram.gram_measurement import gram
 from backlight.monitors.grokking.instrument.gram.ntk import TangentKernel, input_agop, ntk
 from backlight.monitors.grokking.model.measures import finite
 
@@ -150,7 +150,7 @@ def _targets(labels: Tensor, outputs: int) -> Tensor | None:
     return labels.reshape(len(labels), -1) if labels[:1].numel() == outputs else None
 
 
-class Probe:
+class ProbedModel:
     """A model with its per-sample loss and a probe batch.
 
     ``sample_loss(model, batch)`` is summed over the samples along the first dimension. ``batch`` may be a

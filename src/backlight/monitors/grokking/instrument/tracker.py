@@ -27,11 +27,11 @@ from backlight.monitors.grokking.model.measures import finite
 
 if TYPE_CHECKING:
     from backlight.monitor import Recorder
-    from backlight.monitors.grokking.instrument.probe_batch import Probe
+    from backlight.monitors.grokking.instrument.probe_batch import ProbedModel
     from backlight.monitors.grokking.settings import Measures
 
 
-class Tracker:
+class MeasureTracker:
     """Measures the geometry of gradients at logged steps.
 
     ``measures`` may be replaced by cheaper ones during the run. ``probe`` gives the per-sample gradients,
@@ -43,7 +43,7 @@ class Tracker:
         self,
         measures: Measures,
         recorder: Recorder,
-        probe: Probe | None = None,
+        probe: ProbedModel | None = None,
         warn: Callable[[str, str], None] | None = None,
     ) -> None:
         self.measures = measures

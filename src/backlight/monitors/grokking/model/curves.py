@@ -50,7 +50,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class StepInterval:
     """A time bounded by two logs: later than step ``after``, at step ``by`` at the latest."""
 
     after: int
@@ -101,7 +101,7 @@ def read_curve(steps: ArrayLike, values: ArrayLike, name: str) -> Curve:
     return Curve(sorted_steps[last_of_step], sorted_values[last_of_step], tuple(notes))
 
 
-def first_stay(curve: Curve, level: float, logs: int) -> Interval | None:
+def first_stay(curve: Curve, level: float, logs: int) -> StepInterval | None:
     """Return when ``curve`` first reaches ``level`` and holds it; None if it never does.
 
     To hold is to be at least ``level`` at ``logs`` logs in a row. Where logs are spaced logarithmically so
@@ -120,7 +120,7 @@ def first_stay(curve: Curve, level: float, logs: int) -> Interval | None:
         return None
     # Before the first log only the start of training at step 0 is known.
     before = int(curve.steps[row - 1]) if row else min(0, int(curve.steps[0]))
-    return Interval(before, int(curve.steps[row]))
+    return StepInterval(before, int(curve.steps[row]))
 
 
 def ends_above(curve: Curve, level: float) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from backlight.monitors.grokking.model import curves
-from backlight.monitors.grokking.model.curves import Curve, DetectionError, Interval
+from backlight.monitors.grokking.model.curves import Curve, DetectionError, StepInterval
 from backlight.monitors.grokking.model.verdicts import (
     Condition,
     Detection,
@@ -165,7 +165,7 @@ class _Evaluation:
             return self._detection(verdict, f"The run memorised by step {memorised.by}{claim}", memorised)
         return self._both(memorised, generalised)
 
-    def _times(self) -> tuple[Interval | None, Interval | None]:
+    def _times(self) -> tuple[StepInterval | None, StepInterval | None]:
         """Return t_memorise and t_generalise; the second only if the plateau is a generalisation."""
         limits = self.limits
         memorised = curves.first_stay(self.train, limits.train_accuracy, limits.stay_logs)
@@ -193,7 +193,7 @@ class _Evaluation:
             f"{float(values.max()):.3g}, at step {self.train.steps[int(np.argmax(values))]}.",
         )
 
-    def _never_generalised(self, memorised: Interval) -> tuple[GrokkingVerdict, str]:
+    def _never_generalised(self, memorised: StepInterval) -> tuple[GrokkingVerdict, str]:
         strong = self.limits.delay_ratio_strong
         tail = self.learned and curves.ends_above(self.test, self.level())
         if len(self.doubted) and not len(self.test.between(memorised.by, self.last + 1)):
@@ -225,7 +225,7 @@ class _Evaluation:
         before = curves.level_in(self.test, end - 2 * width, end - width, logs)
         return (last - before) / (1 - self.chance)
 
-    def _both(self, memorised: Interval, generalised: Interval) -> Detection:
+    def _both(self, memorised: StepInterval, generalised: StepInterval) -> Detection:
         ratio = _ratio(memorised, generalised)
         transition = self._transition(memorised, generalised)
         conditions = self._conditions(memorised, generalised)
@@ -249,8 +249,8 @@ class _Evaluation:
 
     def _delayed(
         self,
-        memorised: Interval,
-        generalised: Interval,
+        memorised: StepInterval,
+        generalised: StepInterval,
         conditions: tuple[Condition, ...],
         sweep: tuple[SweepPoint, ...],
     ) -> tuple[GrokkingVerdict, str]:
@@ -316,7 +316,9 @@ class _Evaluation:
             )
         return GrokkingVerdict.GROKKING, "Delayed generalisation."
 
-    def _doubt(self, memorised: Interval, generalised: Interval, outcomes: dict[str, bool | None]) -> str:
+    def _doubt(
+        self, memorised: StepInterval, generalised: StepInterval, outcomes: dict[str, bool | None]
+    ) -> str:
         """Return why the data do not support a verdict of grokking; empty if they do."""
         filled = self.doubted.between(memorised.after - 1, generalised.by)
         values = self.test.between(memorised.by, generalised.by).values
@@ -342,12 +344,12 @@ class _Evaluation:
             return f"The test set is too small for a verdict (at least {self.size} samples)."
         return ""
 
-    def _start(self, memorised: Interval, generalised: Interval) -> float | None:
+    def _start(self, memorised: StepInterval, generalised: StepInterval) -> float | None:
         """Return the first test accuracy from memorisation to generalisation, None without one."""
         values = self.test.between(memorised.by - 1, generalised.by).values
         return float(values[0]) if len(values) else None
 
-    def _conditions(self, memorised: Interval, generalised: Interval) -> tuple[Condition, ...]:
+    def _conditions(self, memorised: StepInterval, generalised: StepInterval) -> tuple[Condition, ...]:
         limits = self.limits
         ratio = _ratio(memorised, generalised)
         transition = self._transition(memorised, generalised)
@@ -403,7 +405,7 @@ class _Evaluation:
             ),
         )
 
-    def _transition(self, memorised: Interval, generalised: Interval) -> Transition | None:
+    def _transition(self, memorised: StepInterval, generalised: StepInterval) -> Transition | None:
         start = max(self.chance, self._start(memorised, generalised) or 0.0)
         return transition_of(
             self.test,
@@ -439,14 +441,14 @@ class _Evaluation:
                 points.append(SweepPoint(train, share, memorised, generalised, holds))
         return tuple(points)
 
-    def _recovered(self, memorised: Interval, generalised: Interval) -> bool:
+    def _recovered(self, memorised: StepInterval, generalised: StepInterval) -> bool:
         """Return whether the test accuracy lost before t_generalise what it had reached without a delay."""
         early = self.limits.delay_ratio * max(1, memorised.by)
         return lost(
             self.test, self.way, early, generalised.by, share=self.limits.lost, size=max(1, self.size)
         )
 
-    def _refitted(self, memorised: Interval, generalised: Interval) -> bool:
+    def _refitted(self, memorised: StepInterval, generalised: StepInterval) -> bool:
         limits, way, late = self.limits, self.way, generalised.by
         fitted, broken = limits.train_accuracy, limits.refit
         return refitted(self.train, self.test, way, memorised.by, late, fitted=fitted, broken=broken)
@@ -455,8 +457,8 @@ class _Evaluation:
         self,
         verdict: GrokkingVerdict,
         claim: str,
-        memorised: Interval | None = None,
-        generalised: Interval | None = None,
+        memorised: StepInterval | None = None,
+        generalised: StepInterval | None = None,
         **more: Any,
     ) -> Detection:
         has = len(self.test) > 0
@@ -481,7 +483,7 @@ class _Evaluation:
 _SWEPT = {GrokkingVerdict.GROKKING, GrokkingVerdict.THRESHOLD_ARTEFACT}
 
 
-def _ratio(memorised: Interval, generalised: Interval) -> tuple[float, float | None]:
+def _ratio(memorised: StepInterval, generalised: StepInterval) -> tuple[float, float | None]:
     """Return the bounds of t_generalise / t_memorise that the two intervals leave."""
     low = max(0, generalised.after) / max(1, memorised.by)
     return low, generalised.by / memorised.after if memorised.after > 0 else None

@@ -16,7 +16,7 @@ import numpy as np
 
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.grokking.model import curves
-from backlight.monitors.grokking.model.curves import Curve, Interval
+from backlight.monitors.grokking.model.curves import Curve, StepInterval
 
 _FORMULAS = "docs/formulas.md, section 4, grokking"
 _CHOSEN = "chosen: the fast oracle is found, its nulls are not, see bench/grokking_nulls.py"
@@ -202,8 +202,8 @@ class SweepPoint:
 
     train_accuracy: float
     test_share: float
-    memorised: Interval | None
-    generalised: Interval | None
+    memorised: StepInterval | None
+    generalised: StepInterval | None
     grokking: bool
 
 
@@ -220,8 +220,8 @@ class Detection:
 
     verdict: GrokkingVerdict
     claim: str
-    memorised: Interval | None
-    generalised: Interval | None
+    memorised: StepInterval | None
+    generalised: StepInterval | None
     plateau: float | None
     test_accuracy: float | None
     chance: float | None

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.monitors.grokking.panels.learning import analysis_of, lines_of, measured, scaled, spans
+from backlight.monitors.grokking.panels.learning_curves import analysis_of, lines_of, measured, scaled, spans
 from backlight.report.charts import Axis, Line, chart
-from backlight.report.panel import Drawn, Fact, NotMeasured, panel
+from backlight.report.panel import Drawn, NotMeasured, PanelFact, panel
 from backlight.report.source import Source
 from backlight.store.read.run import Run
 from backlight.text import number, visible
@@ -46,7 +46,7 @@ def gram_spectrum(source: Source) -> Drawn | NotMeasured:
         if lines:
             axis = Axis("eigenvalue", log=True)
             charts.append(chart(lines, axis, title=title, spans=marked))
-            facts.append(Fact("eigenvalues stored", number(max(len(s.ravel()) for s in spectra))))
+            facts.append(PanelFact("eigenvalues stored", number(max(len(s.ravel()) for s in spectra))))
     if not charts:
         reason = source.reason("gram", "gram/model", otherwise=NO_GRAM)
         return NotMeasured(reason)
@@ -124,7 +124,7 @@ def second_moment(source: Source) -> Drawn | NotMeasured:
         remarks.append("No matched control was found next to this run.")
     trace = measured(source.run, "gram/model/trace")
     facts = (
-        [Fact("trace, first to last", f"{number(trace.values[0])} to {number(trace.values[-1])}")]
+        [PanelFact("trace, first to last", f"{number(trace.values[0])} to {number(trace.values[-1])}")]
         if trace
         else []
     )

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.monitors.grokking.panels.learning import lines_of, scaled, spans
+from backlight.monitors.grokking.panels.learning_curves import lines_of, scaled, spans
 from backlight.report.charts import Axis, chart
-from backlight.report.panel import Drawn, Fact, NotMeasured, panel
+from backlight.report.panel import Drawn, NotMeasured, PanelFact, panel
 from backlight.report.source import Source
 from backlight.store.read.run import Run
 from backlight.text import number
@@ -77,13 +77,16 @@ def _rows(run: Run, count: int) -> list[int]:
     return rows if isinstance(rows, list) and is_stated else list(range(count))
 
 
-def _facts(total: NDArray[np.float64], names: Sequence[int]) -> tuple[Fact, ...]:
+def _facts(total: NDArray[np.float64], names: Sequence[int]) -> tuple[PanelFact, ...]:
     order = np.argsort(-total, kind="stable")
     lowering, raising = (
         ", ".join(f"{names[n]} ({number(float(total[n]))})" for n in rows if sign * total[n] > 0) or "none"
         for rows, sign in ((order[:LISTED], 1), (order[::-1][:LISTED], -1))
     )
-    return (Fact("samples that lower it most", lowering), Fact("samples that raise it most", raising))
+    return (
+        PanelFact("samples that lower it most", lowering),
+        PanelFact("samples that raise it most", raising),
+    )
 
 
 @panel(

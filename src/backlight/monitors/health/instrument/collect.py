@@ -18,7 +18,7 @@ from backlight.capture.parameters import local
 from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.measure.stats.kernels import root_sum_squares
 from backlight.measure.stats.statistics import statistics
-from backlight.measure.transfer import Pending as Measured
+from backlight.measure.transfer import PendingArrays as Measured
 from backlight.monitors.health.model.parameters import members, ratio
 from backlight.monitors.health.model.score import ScoreLimits, exploding, health, vanishing
 from backlight.series import GRADIENT

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from backlight.monitors.health.model.parameters import GroupError, group_rms, ratio
 from backlight.report.charts import Axis, Line, chart
-from backlight.report.encoding import Quantised
-from backlight.report.frames import COLUMNS, SPREAD, Buckets, ParameterFrames, Shown, cut
-from backlight.report.panel import Drawn, Fact, NotMeasured, panel
+from backlight.report.frames import COLUMNS, SPREAD, ParameterFrames, Shown, StepBuckets, cut
+from backlight.report.page_codec import Quantised
+from backlight.report.panel import Drawn, NotMeasured, PanelFact, panel
 from backlight.report.source import Source
 from backlight.report.step_gaps import step_gaps
 from backlight.series import HISTOGRAM_BINS, HISTOGRAM_LOWEST
@@ -145,7 +145,7 @@ def groups(source: Source) -> Drawn | NotMeasured:
         ratios.append(Line(f"{group} / {other}", first.steps, values, gaps=True))
         finite = values[np.isfinite(values)]
         if finite.size:
-            facts.append(Fact(f"median {group} / {other}", number(float(np.median(finite)))))
+            facts.append(PanelFact(f"median {group} / {other}", number(float(np.median(finite)))))
     if ratios:
         charts.append(chart(ratios[:MAX_LINES], Axis("ratio", log=True)))
     hidden = max(len(lines), len(ratios)) - MAX_LINES
@@ -220,12 +220,12 @@ def exponents(source: Source) -> Drawn | NotMeasured:
     return Drawn("exponents", data)
 
 
-def _ranges(steps: NDArray[np.int64], parameters: int) -> tuple[Buckets, Buckets]:
+def _ranges(steps: NDArray[np.int64], parameters: int) -> tuple[StepBuckets, StepBuckets]:
     coarse = max(8, min(200, HISTOGRAM_CELLS // max(1, parameters * HISTOGRAM_BINS)))
     return cut(steps, HISTOGRAM_RANGES), cut(steps, coarse)
 
 
-def _cells(buckets: Buckets) -> dict[str, Any]:
+def _cells(buckets: StepBuckets) -> dict[str, Any]:
     return {"first": buckets.first, "last": buckets.last}
 
 

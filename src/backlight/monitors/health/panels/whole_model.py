@@ -11,20 +11,22 @@ from backlight.findings.losses import losses_of
 from backlight.findings.recorded_steps import optimizer_sets
 from backlight.monitors.health.model.clip_factors import clip_factors
 from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
-from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, stated
+from backlight.report.panel import Drawn, Figures, MonitorSummary, NotMeasured, PanelFact, panel, stated
 from backlight.report.source import Source, rate_labels
 from backlight.store.format.schema import THINNED
 from backlight.store.read.run import Scalar, Spread
 from backlight.text import count, number, percent, score
 
 
-def summary(source: Source) -> Summary:
+def summary(source: Source) -> MonitorSummary:
     """Return the summary of the gradients, also where none was measured."""
     steps, seen, amount = len(source.coverage.steps), int(source.coverage.measured.sum()), _amount(source)
     if not seen:
-        return Summary(source.reason("gradient", otherwise="No gradient was recorded."), _figures, False)
+        return MonitorSummary(
+            source.reason("gradient", otherwise="No gradient was recorded."), _figures, False
+        )
     of = f"all {amount:,}" if seen == amount else f"{seen:,} of {amount:,}"
-    return Summary(f"Gradients of {of} parameters {_coverage(source, steps)}.", _figures)
+    return MonitorSummary(f"Gradients of {of} parameters {_coverage(source, steps)}.", _figures)
 
 
 def _coverage(source: Source, steps: int) -> str:
@@ -114,7 +116,7 @@ def loss(source: Source) -> Drawn | NotMeasured:
     log = spans_decades(*(scalar.values for scalar in losses.values()))
     drawn = chart(lines, Axis(unit, log=log), adjustable=True)
     facts = [
-        Fact(
+        PanelFact(
             "first to last" if is_one else f"{label}, first to last",
             f"{number(scalar.values[0])} to {number(scalar.values[-1])}",
         )
@@ -157,17 +159,17 @@ def total_norm(source: Source) -> Drawn | NotMeasured:
     finite = np.isfinite(values)
     if finite.any():
         top = int(np.argmax(np.where(finite, values, -np.inf)))
-        facts.append(Fact("median", number(float(np.median(values[finite])))))
-        facts.append(Fact("largest", f"{number(values[top])} at step {number(int(steps[top]))}"))
+        facts.append(PanelFact("median", number(float(np.median(values[finite])))))
+        facts.append(PanelFact("largest", f"{number(values[top])} at step {number(int(steps[top]))}"))
     if not finite.all():
-        facts.append(Fact("not finite", f"{int((~finite).sum()):,} of {len(finite):,} steps"))
+        facts.append(PanelFact("not finite", f"{int((~finite).sum()):,} of {len(finite):,} steps"))
     if active:
         share = percent(active / len(factors))
-        facts.append(Fact("clipped", f"{share} ({active:,} of {count(len(factors), 'step')})"))
-        facts.append(Fact("strongest factor", number(float(factors.min()))))
+        facts.append(PanelFact("clipped", f"{share} ({active:,} of {count(len(factors), 'step')})"))
+        facts.append(PanelFact("strongest factor", number(float(factors.min()))))
     elif len(factors):
         at = f", limit {number(float(limit.values[-1]))}" if len(limit.steps) else ""
-        facts.append(Fact("clipped", f"never{at}"))
+        facts.append(PanelFact("clipped", f"never{at}"))
     by_hand = len(source.run.events("clip_by_hand"))
     remarks = (
         (f"Gradients were changed by hand between backward and step {by_hand:,} times.",) if by_hand else ()
@@ -210,11 +212,11 @@ def updates(source: Source) -> Drawn | NotMeasured:
         Line("lower tenth", steps, spread[1], style="edge", tone="first", gaps=True),
         Line("median", steps, spread[2], tone="first", gaps=True),
     ]
-    facts = [Fact("median", number(float(np.nanmedian(spread[2]))))]
+    facts = [PanelFact("median", number(float(np.nanmedian(spread[2]))))]
     moved = source.run.frame("update", "update_norm")
     still = np.count_nonzero(moved.measured.any(axis=0) & ~(moved.measured & (moved.values != 0)).any(axis=0))
     if still:
-        facts.append(Fact("parameters that never moved", number(int(still))))
+        facts.append(PanelFact("parameters that never moved", number(int(still))))
     return Drawn("lines", {"charts": [chart(lines, Axis("update / weight", log=True))]}, tuple(facts))
 
 
@@ -267,10 +269,12 @@ def loss_scale(source: Source) -> Drawn | NotMeasured:
     if not len(scale.steps):
         return NotMeasured(source.reason("scaler", otherwise="No gradient scaler was used."))
     at = skipped.steps[skipped.values > 0]
-    facts = [Fact("first to last", f"{number(scale.values[0])} to {number(scale.values[-1])}")]
+    facts = [PanelFact("first to last", f"{number(scale.values[0])} to {number(scale.values[-1])}")]
     if len(skipped.steps):
         share = percent(len(at) / len(skipped.steps))
-        facts.append(Fact("skipped steps", f"{share} ({len(at):,} of {count(len(skipped.steps), 'step')})"))
+        facts.append(
+            PanelFact("skipped steps", f"{share} ({len(at):,} of {count(len(skipped.steps), 'step')})")
+        )
     if not len(at) and (value := constant(scale.values)) is not None:
         return stated(f"{number(value)}{AT_ALL[:-1]}; no step was skipped.")
     lines = [Line("scale", scale.steps, scale.values, style="steps", tone="first")]
@@ -300,8 +304,8 @@ def health(source: Source) -> Drawn | NotMeasured:
     at = "" if values[worst] == np.nanmax(values) else f" at step {number(int(steps[worst]))}"
     others = " of the others" if source.untrained else ""
     facts = (
-        Fact(f"lowest{others}", score(values[worst]) + at),
-        Fact(f"at the end{others}", score(values[scored][-1])),
+        PanelFact(f"lowest{others}", score(values[worst]) + at),
+        PanelFact(f"at the end{others}", score(values[scored][-1])),
     )
     remarks = []
     if source.untrained:
@@ -350,11 +354,11 @@ def ranks(source: Source) -> Drawn | NotMeasured:
             charts.append(chart(_lines(spread), axis, title=title))
     if not charts:
         return NotMeasured("No number was recorded by more than one rank.")
-    facts = [Fact("ranks", str(len(states)))]
+    facts = [PanelFact("ranks", str(len(states)))]
     last = max(state.last_step for state in states)
     for state in [s for s in states if s.status.value != "finished" or s.last_step < last][:FACTS]:
         after = f"after step {number(state.last_step)}" if state.last_step >= 0 else "before its first step"
-        facts.append(Fact(f"rank {state.rank}", f"{state.status.value} {after}"))
+        facts.append(PanelFact(f"rank {state.rank}", f"{state.status.value} {after}"))
     remarks = []
     ill = run.spread("loss").first_non_finite()
     if ill is not None:

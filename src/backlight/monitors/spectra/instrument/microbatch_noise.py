@@ -37,7 +37,7 @@ def groups_of(samples: int) -> int:
 
 
 @dataclass
-class Pending:
+class PendingNoise:
     """What was measured of a parameter: numbers that may still be on a device."""
 
     gradient: Tensor  # its squared norm
@@ -92,7 +92,7 @@ class MicrobatchMeasurement:
         self.reason = ""
         self._uses: dict[int, list[Factors]] = {}
         self._skipped: dict[int, str] = {}
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingNoise] = {}
 
     def skip(self, layer: nn.Module, reason: str) -> None:
         """Leave out the parameters of a layer."""
@@ -128,7 +128,7 @@ class MicrobatchMeasurement:
             gradient = gradient.coalesce().values() if gradient.is_sparse else gradient.to_dense()
         if gradient.is_complex():
             gradient = torch.view_as_real(gradient)
-        pending = Pending(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
+        pending = PendingNoise(torch.linalg.vector_norm(gradient, dtype=torch.float64).square())
         if key in self._pending:
             pending.reason = "its gradient arrived in parts"
             pending.gradient = pending.gradient + self._pending[key].gradient

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from backlight import codec
 from backlight.monitors.steptime.model.step_tables import memory_tables
 from backlight.report.charts import TONES, Axis, Line, chart
-from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, tabular
+from backlight.report.panel import Drawn, Figures, MonitorSummary, NotMeasured, PanelFact, panel, tabular
 from backlight.report.source import Source
 from backlight.text import size, visible
 
@@ -54,7 +54,7 @@ LARGEST = 3
 """Kinds of tensors under the verdict."""
 
 
-def summary(source: Source) -> Summary | None:
+def summary(source: Source) -> MonitorSummary | None:
     """Return the summary of a run that holds an account of memory and nothing else."""
     account = account_of(source) if source.run.monitors == ("steptime",) else ""
     if isinstance(account, str):
@@ -62,7 +62,7 @@ def summary(source: Source) -> Summary | None:
     result = account.result
     peak, phase = size(float(result["peak"])), visible(result["phase_at_peak"])
     detail = f"The memory of every tensor over a step was {visible(result['how'])}."
-    return Summary(detail, _figures, headline=f"Peak memory {peak}, in the phase {phase}")
+    return MonitorSummary(detail, _figures, headline=f"Peak memory {peak}, in the phase {phase}")
 
 
 def _figures(source: Source) -> Figures:
@@ -114,9 +114,9 @@ def memory_steps(source: Source) -> Drawn | NotMeasured:
         across="event",
     )
     facts = (
-        Fact("peak", size(float(result["peak"]))),
-        Fact("in", visible(str(result["phase_at_peak"]))),
-        Fact("how", visible(str(result["how"]))),
+        PanelFact("peak", size(float(result["peak"]))),
+        PanelFact("in", visible(str(result["phase_at_peak"]))),
+        PanelFact("how", visible(str(result["how"]))),
     )
     remarks = ["The bands are stacked."]
     if len(at) < len(events):

@@ -10,7 +10,7 @@ from backlight.monitors.steptime.model.step_line import step_line
 from backlight.monitors.steptime.model.step_times import find_steady, join_scalars
 from backlight.report.charts import TONES, Axis, Line, chart, clipped_top
 from backlight.report.frames import cut
-from backlight.report.panel import Drawn, Fact, FactLine, Figures, NotMeasured, Summary, panel
+from backlight.report.panel import Drawn, FactLine, Figures, MonitorSummary, NotMeasured, PanelFact, panel
 from backlight.report.source import Source
 from backlight.store.format.schema import SAMPLED_LINES
 from backlight.text import count, duration, number, percent, visible
@@ -19,14 +19,14 @@ RANGES = 1500
 """Ranges of steps in the stacked chart; a stack of means adds up, a stack of maxima would not."""
 
 
-def summary(source: Source) -> Summary | None:
+def summary(source: Source) -> MonitorSummary | None:
     """Return the summary of a run that measured times alone: health was not requested, and is not missing."""
     if source.run.monitors != ("steptime",) or not len(source.step_times):
         return None
     detail = f"The times of {count(len(source.step_times), 'step')} were measured."
     detail = f"{detail} {_skipped(source.step_times)}".rstrip()
     usual = duration(float(np.median(source.step_times)))
-    return Summary(detail, _figures, headline=f"A step takes {usual} (median)")
+    return MonitorSummary(detail, _figures, headline=f"A step takes {usual} (median)")
 
 
 def line_of(source: Source) -> FactLine | None:
@@ -111,9 +111,9 @@ def phases(source: Source) -> Drawn | NotMeasured:
         **{"tones": tones, "note": note},
     }
     facts = (
-        Fact("median step", duration(float(np.median(total)))),
-        Fact("95th percentile", duration(float(np.quantile(total, 0.95)))),
-        Fact("first step", duration(float(total[0]))),
+        PanelFact("median step", duration(float(np.median(total)))),
+        PanelFact("95th percentile", duration(float(np.quantile(total, 0.95)))),
+        PanelFact("first step", duration(float(total[0]))),
     )
     remarks = [skipped] if (skipped := _skipped(total)) else []
     if not buckets.exact:

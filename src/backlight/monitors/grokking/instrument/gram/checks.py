@@ -28,7 +28,7 @@ class GramError(ValueError):
 
 
 @dataclass(frozen=True)
-class Coverage:
+class GramCoverage:
     """Method by which the Gram of a parameter was computed, and the results of its checks.
 
     ``method`` is ``ghost``, ``chunked``, ``vectors``, ``vmap``, ``loop``, or ``unused`` where the loss does
@@ -63,7 +63,7 @@ class Coverage:
 
 def coverage(
     method: str, total: float, magnitude: float, gradient: float, summands: float, eps: float
-) -> Coverage:
+) -> GramCoverage:
     """Return the coverage check of one parameter.
 
     ``total`` is the sum of all entries of K, ``magnitude`` that of their magnitudes, ``gradient`` the norm of
@@ -73,7 +73,7 @@ def coverage(
     """
     norm = math.sqrt(max(0.0, total))
     slack = 16 * eps * (summands + gradient) + root_slack(magnitude, norm + gradient)
-    return Coverage(method, norm, gradient, slack)
+    return GramCoverage(method, norm, gradient, slack)
 
 
 def root_slack(magnitude: float, norms: float) -> float:
@@ -82,7 +82,7 @@ def root_slack(magnitude: float, norms: float) -> float:
     return rounding / max(norms, math.sqrt(rounding)) if rounding > 0 else 0.0
 
 
-def coverage_error(name: str, check: Coverage, samples: int) -> GramError:
+def coverage_error(name: str, check: GramCoverage, samples: int) -> GramError:
     """Return the error of a failed coverage."""
     got, expected = check.from_gram or 0.0, check.from_gradient or 0.0
     hint = "a use of the parameter escaped the capture, or a hook changes its gradient"

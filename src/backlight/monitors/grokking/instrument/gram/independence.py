@@ -24,7 +24,7 @@ from backlight.monitors.grokking.instrument.gram.checks import DEPENDENT, GramEr
 from backlight.monitors.grokking.instrument.gram.inputs import ALONE, doubled
 
 if TYPE_CHECKING:
-    from backlight.monitors.grokking.instrument.gram.gram import Measurement
+    from backlight.monitors.grokking.instrument.gram.gram_measurement import GramMeasurement
 
 ROUNDINGS = 64
 """Largest deviation, in units of the machine epsilon, that rounding of the working precision explains. On
@@ -178,7 +178,7 @@ class Independence:
     """The check of one measurement: first against its Gram, then, where that leaves doubts, in float64."""
 
     def __init__(
-        self, measurement: Measurement, state: PreservedState, drew: bool, accumulated: bool
+        self, measurement: GramMeasurement, state: PreservedState, drew: bool, accumulated: bool
     ) -> None:
         self._of, self._state, self._drew, self._accumulated = measurement, state, drew, accumulated
         self._parameters = measurement.parameters
@@ -294,7 +294,7 @@ class Independence:
         return out
 
     @contextlib.contextmanager
-    def _probe(self, precise: bool) -> Iterator[Measurement]:
+    def _probe(self, precise: bool) -> Iterator[GramMeasurement]:
         """Return a measurement of the model without dropout, and in float64 if ``precise``."""
         of = self._of
         self._state.rewind()

@@ -20,7 +20,7 @@ from backlight.capture.modules import unwrapped
 from backlight.capture.per_sample import accumulated
 from backlight.monitors.grokking.instrument.gram import inputs
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-from backlight.monitors.grokking.instrument.gram.gram import gram
+from backlight.monitors.grokking.instrument.gram.gram_measurement import gram
 from backlight.monitors.grokking.instrument.gram.inputs import eager
 
 # The average gradient outer product with respect to the input, E[J^T J].

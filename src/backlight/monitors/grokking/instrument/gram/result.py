@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backlight.measure.gram.eigenvalues import Spectrum, eigenpairs, spectrum
 from backlight.measure.noise_scale import NoiseScale, noise_scale
-from backlight.monitors.grokking.instrument.gram.checks import Coverage, GramError
+from backlight.monitors.grokking.instrument.gram.checks import GramCoverage, GramError
 
 DETAILS = ("parameter", "layer", "block", "model")
 """How finely Grams are kept, finest first."""
@@ -55,7 +55,7 @@ class Gram:
     samples: int
     detail: str
     locations: Mapping[str, Location]
-    coverage: Mapping[str, Coverage]
+    coverage: Mapping[str, GramCoverage]
     unchecked: str
     eps: float
     rounding: float

@@ -25,7 +25,7 @@ from backlight.monitors.grokking.instrument.gram.checks import GramError
 from backlight.monitors.grokking.instrument.gram.inputs import doubled, eager, scalar, some
 
 if TYPE_CHECKING:
-    from backlight.monitors.grokking.instrument.gram.gram import Measurement
+    from backlight.monitors.grokking.instrument.gram.gram_measurement import GramMeasurement
 
 IN_FLOAT64 = 1e-8
 """Largest mixed difference in float64, relative to the largest of the losses."""
@@ -42,7 +42,7 @@ Rows = tuple[str, list[Tensor], list[Tensor]]
 class Coupling:
     """The test of the samples of one pass, under the random state of the measurement."""
 
-    def __init__(self, measurement: Measurement, state: PreservedState) -> None:
+    def __init__(self, measurement: GramMeasurement, state: PreservedState) -> None:
         self._of, self._state = measurement, state
         self._order = torch.arange(measurement.at_once)
         self._first = self._order < 0  # mask of the first half

@@ -26,7 +26,7 @@ from backlight.measure.gram.gram import combine
 from backlight.measure.gram.gram import gram as gram_of_pieces
 from backlight.measure.gram.layers import kernel_of
 from backlight.monitors.grokking.instrument.gram import checks, inputs
-from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule, Coverage, GramError
+from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule, GramCoverage, GramError
 from backlight.monitors.grokking.instrument.gram.fallback import per_sample
 from backlight.monitors.grokking.instrument.gram.independence import Independence, Sets
 from backlight.monitors.grokking.instrument.gram.inputs import ALONE, Measured, eager
@@ -102,12 +102,12 @@ def gram(
     if at_once is not None and at_once < 1:
         raise GramError(f"gram: at_once must be at least 1, got {at_once}")
     batch, others = (batch, 0) if against is None else inputs.joined(batch, against)
-    measurement = Measurement(model, loss_fn, batch, detail, fallback, kernel, products, at_once or 0)
+    measurement = GramMeasurement(model, loss_fn, batch, detail, fallback, kernel, products, at_once or 0)
     return replace(measurement.run(), against=others)
 
 
 @dataclass(eq=False)
-class Measurement:
+class GramMeasurement:
     """One measurement, with the arguments of :func:`gram`; the result keeps it to compute eigenvectors."""
 
     model: nn.Module
@@ -394,10 +394,10 @@ class Measurement:
         coarse = max(parameter.eps for parameter in self.parameters.values()) > 1e-4
         return abs(total - self.loss) <= (0.05 if coarse else 1e-3) * max(abs(total), abs(self.loss))
 
-    def _coverage(self, parameter: Measured, norm: float | None) -> Coverage:
+    def _coverage(self, parameter: Measured, norm: float | None) -> GramCoverage:
         method = parameter.method or "unused"
         if norm is None or not self.full:
-            return Coverage(method)
+            return GramCoverage(method)
         size = float(torch.linalg.vector_norm(parameter.sizes))
         coverage = checks.coverage(method, parameter.total, parameter.magnitude, norm, size, parameter.eps)
         return replace(coverage, independence=parameter.independence)

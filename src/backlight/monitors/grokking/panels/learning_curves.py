@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from backlight.monitors.grokking.model.analysis import GrokkingAnalysis, analyse_if_possible, following_table
-from backlight.monitors.grokking.model.curves import Interval
+from backlight.monitors.grokking.model.curves import StepInterval
 from backlight.report.charts import Axis, Line, Span, chart, spans_decades
-from backlight.report.panel import Drawn, Fact, Figures, NotMeasured, Summary, panel, tabular
+from backlight.report.panel import Drawn, Figures, MonitorSummary, NotMeasured, PanelFact, panel, tabular
 from backlight.report.source import Source
 from backlight.store.read.run import Run, Scalar
 from backlight.text import count, listed, number, visible
@@ -56,12 +56,12 @@ def spans(source: Source, *, named: bool = False) -> tuple[Span, ...]:
     )
 
 
-def between(time: Interval | None) -> str:
+def between(time: StepInterval | None) -> str:
     """Return an interval of steps in words: ``(20, 30]``."""
     return "not observed" if time is None else f"({number(time.after)}, {number(time.by)}]"
 
 
-def summary(source: Source) -> Summary | None:
+def summary(source: Source) -> MonitorSummary | None:
     """Return the summary of a run that was watched for grokking, and not for its gradients."""
     names = [n for n in source.run.scalar_names("backlight") if n.startswith(GEOMETRY)]
     if source.run.has("gradient") or not names:
@@ -70,7 +70,7 @@ def summary(source: Source) -> Summary | None:
     detail = f"The geometry of gradients was measured at {count(len(steps), 'step')}."
     analysis = analysis_of(source)
     headline = f"Verdict on grokking: {analysis.detection.words}" if analysis else ""
-    return Summary(detail, _figures, headline=headline)
+    return MonitorSummary(detail, _figures, headline=headline)
 
 
 def _figures(source: Source) -> Figures:
@@ -146,9 +146,9 @@ def learning_curves(source: Source) -> Drawn | NotMeasured:
     if learning is None:
         return Drawn("lines", {"charts": charts}, (), ("There is no verdict: see the findings.",))
     detection = learning.detection
-    facts = [Fact("verdict", detection.words)]
-    facts += [Fact("memorised in steps", between(detection.memorised))]
-    facts += [Fact("generalised in steps", between(detection.generalised))]
+    facts = [PanelFact("verdict", detection.words)]
+    facts += [PanelFact("memorised in steps", between(detection.memorised))]
+    facts += [PanelFact("generalised in steps", between(detection.generalised))]
     remarks = []
     if learning.changes:
         shown = listed([number(step) for step in learning.changes], 6)
@@ -185,7 +185,7 @@ def grokking(source: Source) -> Drawn | NotMeasured:
     if detection.sweep:
         lines = f"{sum(point.grokking for point in detection.sweep)} of {len(detection.sweep)}"
         rows.append(("sweep", f"grokking at {lines} lines, training accuracy and way to the plateau"))
-        facts.append(Fact("lines of the sweep", lines))
+        facts.append(PanelFact("lines of the sweep", lines))
     if theirs is not None:
         rows.append(("control", f"{theirs.words}. {theirs.claim}"))
     elif learning.facts.control:
