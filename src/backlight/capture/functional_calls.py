@@ -1,7 +1,8 @@
-"""Calls of functional cross-entropy, ``kl_div``, dropout and attention while they are observed."""
+"""Calls of functional cross-entropy, ``kl_div``, CTC, dropout and attention while they are observed."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from typing import Any
@@ -51,6 +52,66 @@ def _wrapped(original: Any) -> Any:
         return original(input, *args, **kwargs)
 
     return loss
+
+
+class CtcCalls:
+    """Reports each call of ``ctc_loss`` with a target that has more labels than frames to the hub.
+
+    Lengths on a device are not read.
+    """
+
+    def __init__(self) -> None:
+        self._patches = Patches()
+        self.is_on = False
+
+    def start(self) -> None:
+        """Observe from here on, at every step, unless something is compiled in this process."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        if not self.is_on and (dynamo is None or not dynamo.counters["frames"]):
+            self.is_on = self._patches.replace(torch, "ctc_loss", _wrapped_ctc)
+
+    def stop(self) -> None:
+        """Observe no longer."""
+        if self.is_on:
+            self.is_on = False
+            self._patches.undo()
+
+
+def _wrapped_ctc(original: Any) -> Any:
+    @functools.wraps(original)
+    def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any) -> Any:
+        ignores_infinity = len(rest) > 2 and rest[2]
+        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
+        if not ignores_infinity and not is_traced and getattr(log_probs, "requires_grad", False):
+            with contextlib.suppress(TypeError, ValueError, RuntimeError):  # the loss itself reports them
+                too_long = _too_long(targets, input_lengths, target_lengths)
+                if too_long is not None:
+                    if HUB.unrecorded is not None:
+                        HUB.resume()
+                    HUB.emit("targets_too_long", *too_long)
+        return original(log_probs, targets, input_lengths, target_lengths, *rest)
+
+    return ctc_loss
+
+
+def _too_long(targets: Any, input_lengths: Any, target_lengths: Any) -> tuple[int, int, int, int] | None:
+    """Return frames that a target needs, those that it has, and how many of how many targets are too long.
+
+    Two equal labels in a row need a frame between them. None where each target has its frames.
+    """
+    if any(isinstance(x, torch.Tensor) and x.device.type != "cpu" for x in (input_lengths, target_lengths)):
+        return None
+    frames, needed = torch.as_tensor(input_lengths), torch.as_tensor(target_lengths)
+    if not bool((2 * needed > frames).any()):
+        return None
+    if targets.ndim == 2 and targets.device.type == "cpu":
+        is_label = torch.arange(1, targets.shape[1]) < needed.reshape(-1, 1)
+        needed = needed + ((targets[:, 1:] == targets[:, :-1]) & is_label).sum(1)
+    is_long = needed > frames
+    if not bool(is_long.any()):
+        return None
+    worst = int((needed - frames).argmax())
+    return int(needed.reshape(-1)[worst]), int(frames.reshape(-1)[worst]), int(is_long.sum()), is_long.numel()
 
 
 class DropoutCalls:

@@ -195,6 +195,9 @@ class Listener:
     def loss_given(self, function: str, inputs: torch.Tensor) -> None:
         """The function ``cross_entropy_loss`` or ``kl_div`` is called; only where a listener observes it."""
 
+    def targets_too_long(self, needed: int, frames: int, count: int, samples: int) -> None:
+        """``count`` of the targets of ``ctc_loss`` need more frames than there are; only where observed."""
+
     def transferred(self, transfer: transfers.RankTransfer) -> None:
         """A collective or a receive has ended, or a send begins."""
 

@@ -314,3 +314,87 @@ def first_targets_ignored() -> None:
         loss_of=lambda out, y: F.cross_entropy(out, y, reduction="sum") / 64,
         data=masked(0.5, first=3),
     )
+
+
+class Recogniser(nn.Module):
+    """Gives log-probabilities ``[frames, N, labels]`` of sequences ``[N, frames, 4]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).transpose(0, 1).float().log_softmax(-1)
+
+
+FRAMES = 6
+LONG_FROM = 12
+"""Step from which on one target is too long."""
+
+
+def recognise(
+    length: int, labels: Callable[[int], Tensor] = lambda count: torch.arange(count) % 5 + 1, **options: Any
+) -> None:
+    """Train on eight targets of up to four labels, one of which has ``length`` from step 12 on."""
+
+    def data(count: int) -> Iterator[tuple[Tensor, Any]]:
+        for step in range(count):
+            lengths = torch.randint(1, 4, (8,))
+            targets = torch.stack([labels(8) for _ in range(8)])
+            if step >= LONG_FROM:
+                lengths[3] = length
+            yield torch.randn(8, FRAMES, 4), (targets, lengths)
+
+    def loss_of(out: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return F.ctc_loss(out, target[0], torch.full((8,), FRAMES), target[1], **options)
+
+    train(Recogniser(), data=data, loss_of=loss_of, steps=16, is_compiled=False)
+
+
+@fault(rule="loss_input", severity="error", step=12, kind="ctc", names="needs 7 frames, and has 6")
+def ctc_target_longer_than_its_frames(injected: bool) -> None:
+    recognise(7 if injected else 6)
+
+
+@fault(rule="loss_input", severity="error", step=12, kind="ctc", names="needs 7 frames, and has 6")
+def ctc_target_with_equal_labels(injected: bool) -> None:
+    recognise(4 if injected else 3, lambda count: torch.ones(count).long())
+
+
+@control
+def ctc_that_ignores_infinity() -> None:
+    recognise(7, zero_infinity=True)
+
+
+@control
+def ctc_of_as_many_labels_as_frames() -> None:
+    recognise(6)
+
+
+@control
+def ctc_of_no_label() -> None:
+    recognise(0)
+
+
+@control
+def ctc_of_equal_labels_that_fit() -> None:
+    recognise(3, lambda count: torch.ones(count).long())
+
+
+@control
+def ctc_of_padding_behind_the_labels() -> None:
+    """What is behind the length of a target does not count."""
+    recognise(4, lambda count: torch.tensor([1, 2, 3, 4, 0, 0, 0, 0])[:count])
+
+
+@control
+def ctc_of_targets_in_one_row() -> None:
+    def data(count: int) -> Iterator[tuple[Tensor, Any]]:
+        for _ in range(count):
+            lengths = torch.randint(1, 4, (8,))
+            yield torch.randn(8, FRAMES, 4), (torch.randint(1, 6, (int(lengths.sum()),)), lengths)
+
+    def loss_of(out: Tensor, target: tuple[Tensor, Tensor]) -> Tensor:
+        return F.ctc_loss(out, target[0], [FRAMES] * 8, target[1].tolist())
+
+    train(Recogniser(), data=data, loss_of=loss_of, is_compiled=False)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.capture.batches import tensors
-from backlight.capture.functional_calls import LossCalls
+from backlight.capture.functional_calls import CtcCalls, LossCalls
 from backlight.capture.hub import HUB
 from backlight.capture.loss_graph import (
     CLASS_LOSSES,
@@ -41,6 +41,7 @@ _SCORES = kinds(
 )
 """Nodes whose values are no log-probabilities."""
 
+_CTC = kinds("CtcLoss CudnnCtcLoss")
 _DIFFERENCES = kinds("MseLoss SmoothL1Loss HuberLoss")
 _NOT_PREDICTED = kinds("AccumulateGrad Unsqueeze View Reshape ReshapeAlias Expand Slice Index Select")
 
@@ -281,6 +282,31 @@ class Probabilities(Check):
             for at in self._steps if is_first else self._steps[PROBABILITY_STEPS:][-1:]:
                 is_class_loss = CROSS_ENTROPY in self._functions
                 self.report((facts.ProbabilitiesGiven if is_class_loss else facts.KlOfProbabilities)(at))
+
+
+class CtcLengths(Check):
+    """Whether a target of ``ctc_loss`` has more labels than frames, at every step: one is enough for NaN."""
+
+    name = "ctc_lengths"
+    is_windowed = False
+
+    def _start(self) -> None:
+        self._calls = CtcCalls()
+
+    def forget(self) -> None:
+        """Observe no longer."""
+        self._calls.stop()
+
+    def backward_begin(self, roots: Sequence[Tensor]) -> None:
+        """Observe the calls of a script that has such a loss."""
+        if self.due and not self._calls.is_on:
+            losses = (kind for root in roots for kind, _ in terms(root.grad_fn))
+            if any(kind in _CTC for kind in losses):
+                self._calls.start()
+
+    def targets_too_long(self, needed: int, frames: int, count: int, samples: int) -> None:
+        """Report targets that no path through their frames gives."""
+        self.report(facts.TargetsTooLong(self.step, needed, frames, count, samples))
 
 
 CLASS_STEPS = 8

@@ -196,6 +196,28 @@ class OneClass(_Misuse, rule="loss_input", kind="one_class"):
     refuted_if = "a batch has a target of another class."
 
 
+class TargetsTooLong(_Misuse, rule="loss_input", kind="ctc"):
+    """``count`` of the targets of ``ctc_loss`` need more frames than there are: so many, of one of them."""
+
+    needed: int
+    frames: int
+    count: int
+    samples: int
+
+    severity = Severity.ERROR
+    title = "A target of `ctc_loss` needs {needed} frames, and has {frames}"
+    detail = (
+        "At {steps} steps some targets are longer than their input, at the last one {count} of {samples}: a "
+        "label takes a frame, and two that are equal one between them. Their loss is infinite, and its "
+        "gradients make every weight NaN."
+    )
+    fix = (
+        "Leave out samples whose target is longer than the output of the model (after its strides and "
+        "poolings), or pass `zero_infinity=True`."
+    )
+    refuted_if = "the loss of that batch is finite."
+
+
 class Broadcast(_Misuse, rule="loss_input", kind="broadcast"):
     """A prediction was broadcast against its target to a matrix of differences."""
 
