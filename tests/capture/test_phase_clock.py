@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from backlight.capture.forward import Forwards
-from backlight.capture.hub import HUB
+from backlight.capture.hub import HUB, Listener
 from backlight.capture.parameters import Scope
 from backlight.capture.phase_clock import PhaseClock
 from backlight.capture.step_sink import ScalarSink, StepSummary
@@ -25,14 +25,14 @@ class Times:
     def __init__(self) -> None:
         self.now = 0.0
 
-    def __call__(self) -> float:
-        return self.now
+    def __call__(self) -> int:
+        return round(self.now * 1e9)
 
 
 @pytest.fixture
 def times(monkeypatch: pytest.MonkeyPatch) -> Times:
     times = Times()
-    monkeypatch.setattr("backlight.capture.phase_clock.clock.perf_counter", times)
+    monkeypatch.setattr("backlight.capture.phase_clock.clock.monotonic_ns", times)
     return times
 
 
@@ -83,10 +83,19 @@ def test_transitions_give_phases(times: Times, moves: str, expected: tuple[dict[
 
 
 def test_each_transition_is_reported_once(times: Times) -> None:
-    changes: list[str] = []
-    clock = PhaseClock(changes.append)
-    played(clock, times, "+data -data +forward +forward -forward -forward +backward -backward")
-    played(clock, times, "+optimizer +forward -forward +backward -backward -optimizer -clip")
+    changes: list[Phase] = []
+
+    class Changes(Listener):
+        def phase_changed(self, phase: Phase) -> None:
+            changes.append(phase)
+
+    clock, listener = PhaseClock(), Changes()
+    HUB.add(listener)
+    try:
+        played(clock, times, "+data -data +forward +forward -forward -forward +backward -backward")
+        played(clock, times, "+optimizer +forward -forward +backward -backward -optimizer -clip")
+    finally:
+        HUB.remove(listener)
     assert changes == [
         "data", "other", "forward", "loss", "backward", "other",
         "optimizer", "forward", "loss", "backward", "optimizer", "other",

@@ -71,7 +71,7 @@ class Listener:
         """Events are delivered again, from here on."""
 
     def phase_changed(self, phase: Phase) -> None:
-        """The process enters ``phase``; reported by a :class:`backlight.capture.steps.StepTracker`."""
+        """The process enters ``phase``; reported by a :class:`backlight.capture.phase_clock.PhaseClock`."""
 
     def forward_begin(self) -> None:
         """An outermost module that is followed is called; see :mod:`backlight.capture.forward`."""
@@ -248,7 +248,7 @@ class Hub:
         self.loader_workers: int | None = None
         self.unrecorded: UnrecordedSteps | None = None
         self.captured: graph_capture.CapturedWork | None = None
-        self._uses_modes = False
+        self._uses_modes = self.has_phase_listeners = False
         self.board: Board = [0] * BOARD_LENGTH
         self._epochs = self._since_evaluation = 0
         self.seen = modules.SeenModules()
@@ -358,6 +358,8 @@ class Hub:
     def _set_listeners(self, listeners: tuple[Listener, ...]) -> None:
         self.listeners, self._receivers = listeners, {}
         self._uses_modes = any(listener.uses_modes for listener in listeners)
+        nothing = Listener.phase_changed
+        self.has_phase_listeners = any(type(each).phase_changed is not nothing for each in listeners)
 
     def reads_gradients(self) -> bool:
         """Return whether a listener reads gradients when the optimizer of this step begins."""

@@ -21,7 +21,7 @@ from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseEvents
 from backlight.capture.step_sink import StepSink, StepSummary
 from backlight.capture.training_stop import StopTraining
-from backlight.capture.unrecorded import COUNTED_STEP_S, PLAIN_STEPS, UnrecordedSteps
+from backlight.capture.unrecorded import COUNTED_STEP_S, FORWARDS, PLAIN_STEPS, UnrecordedSteps
 from backlight.devices import is_capturing_graph
 from backlight.records import Phase
 
@@ -240,17 +240,19 @@ class StepTracker(PhaseEvents):
 
     def forward_begin(self) -> None:
         """Close a step that is complete, and account for the forward; without gradients it is evaluation."""
-        if self._clock.inside(Phase.BACKWARD):
+        if Phase.BACKWARD in self._clock.open:
             return  # a checkpointed model is computed again: that is a part of backward
         self._skip_capture()
         if torch.is_grad_enabled():
             if self._is_by_hand:
                 self._note_update_by_hand()
             self._close_complete()
-        is_outermost = not self._clock.inside(Phase.FORWARD)
-        if torch.is_grad_enabled() and is_outermost and self._summary.forwards is not None:
-            self._summary.forwards += 1
-        self._clock.enter(Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION)
+        phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
+        if phase not in self._clock.open:
+            HUB.board[FORWARDS] += 1
+            if phase is Phase.FORWARD and self._summary.forwards is not None:
+                self._summary.forwards += 1
+        self._clock.enter(phase)
 
     def scaled(self, scaler: Any, loss: torch.Tensor, result: torch.Tensor) -> None:
         """Remember the loss before scaling, to record that instead of the root of backward."""
@@ -288,7 +290,7 @@ class StepTracker(PhaseEvents):
 
     def backward_raised(self, error: BaseException) -> None:
         """Forget the loss of a backward that failed."""
-        if self._clock.inside(Phase.BACKWARD):  # and not in a computation of gradients on its own
+        if Phase.BACKWARD in self._clock.open:  # and not in a computation of gradients on its own
             self._scalars.drop_losses()
 
     def backward_end(self) -> None:

@@ -21,15 +21,33 @@ COUNTED_STEP_S = 0.05
 """Seconds of a step up to which unrecorded ones are only counted: to observe a longer one costs little, and
 locates what hangs in it."""
 
-PROGRESS, PHASE, STEPS, FORWARDS, BACKWARDS = 0, 1, 3, 4, 5
-"""Positions in a board: a count that grows with every call, the number of the phase, and counts of calls."""
+HEARTBEAT, PROGRESS, PHASE, PHASE_SINCE, STEPS, FORWARDS, BACKWARDS, LONGEST_OTHER, TYPICAL = range(9)
+"""Positions in a board: the time of the last progress and a count that grows with it, the number of the phase
+and the time of its begin, counts of calls, and the longest time between phases. The last, one per phase, is a
+moving mean of its duration. Times are monotonic nanoseconds."""
 
-BOARD_LENGTH = 6
+BOARD_LENGTH = TYPICAL + len(Phase)
 
 Board = MutableSequence[int] | memoryview
 
 NUMBERS = {phase: number for number, phase in enumerate(Phase)}
 """Number of each phase in a board."""
+
+_OTHER = NUMBERS[Phase.OTHER]
+
+
+def write_phase(board: Board, phase: int, now: int) -> None:
+    """Write on a board that a phase, by its number, begins or goes on ``now``."""
+    before = board[PHASE]
+    if phase != before:
+        took, usual = now - board[PHASE_SINCE], board[TYPICAL + before]
+        # A moving mean that a single stall cannot raise far.
+        board[TYPICAL + before] = took if not usual else usual + (min(took, 4 * usual) - usual) // 10
+        if before == _OTHER and took > board[LONGEST_OTHER]:
+            board[LONGEST_OTHER] = took
+        board[PHASE], board[PHASE_SINCE] = phase, now
+    board[PROGRESS] += 1
+    board[HEARTBEAT] = now
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ def measure(recipe: Recipe, steps: int) -> dict[str, Any]:
         clock.leave(phase)
 
     model.register_forward_pre_hook(
-        lambda *_args: None if clock.inside(Phase.BACKWARD) else enter(Phase.FORWARD)
+        lambda *_args: None if Phase.BACKWARD in clock.open else enter(Phase.FORWARD)
     )
     model.register_forward_hook(lambda *_args: leave(Phase.FORWARD), always_call=True)
     batches: Iterator[Any] = recipe.batches()

@@ -16,7 +16,7 @@ def test_every_phase_of_a_counted_step_has_its_whole_timeout(tmp_path: Path) -> 
     shared.open(rank=0, world_size=1, main_ident=1, main_tid=2, timeout_s=1.5)
     heartbeat = Heartbeat(shared, Scope(), lambda _names: None)
     slots = shared.slots
-    board = slots[Slot.PROGRESS : Slot.PROGRESS + BOARD_LENGTH]
+    board = slots[Slot.HEARTBEAT : Slot.HEARTBEAT + BOARD_LENGTH]
     heartbeat.unrecorded_begin()
 
     def observed_at(now: int) -> tuple[int, int]:

@@ -29,10 +29,10 @@ from torch.autograd import function
 from backlight import clock
 from backlight.capture.hooks import Patches
 from backlight.capture.hub import HUB, Listener
-from backlight.capture.unrecorded import BOARD_LENGTH
+from backlight.capture.unrecorded import BOARD_LENGTH, NUMBERS, write_phase
 from backlight.records import Phase
 from backlight.watchdog.graph_samples import GraphBuild
-from backlight.watchdog.shared_state import MAX_ROWS, PHASES, SharedState, Slot
+from backlight.watchdog.shared_state import MAX_ROWS, SharedState, Slot
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import Scope
@@ -187,9 +187,9 @@ def _number(node: Any) -> int:
     return int(node._sequence_nr()) if node is not None else -1
 
 
-_NUMBER = {phase: number for number, phase in enumerate(PHASES)}
-_DATA, _BACKWARD, _OTHER = _NUMBER[Phase.DATA], _NUMBER[Phase.BACKWARD], _NUMBER[Phase.OTHER]
-_EVALUATION, _CHECKPOINT = _NUMBER[Phase.EVALUATION], _NUMBER[Phase.CHECKPOINT]
+_DATA, _BACKWARD, _OTHER, _EVALUATION, _CHECKPOINT = (
+    NUMBERS[phase] for phase in (Phase.DATA, Phase.BACKWARD, Phase.OTHER, Phase.EVALUATION, Phase.CHECKPOINT)
+)
 
 # Plain numbers for what runs hundreds of times in a step: looking a member up costs as much as the store.
 _ROW, _REACHED, _CALLS = int(Slot.ROW), int(Slot.REACHED), int(Slot.NODE_CALLS)
@@ -263,7 +263,7 @@ class Heartbeat(Listener):
         if base is not None:
             self._patches.replace(base, "apply", self._wrap_node)
         self._patches.replace(torch, "save", self._wrap_save)
-        HUB.board = self._slots[Slot.PROGRESS : Slot.PROGRESS + BOARD_LENGTH]
+        HUB.board = self._slots[Slot.HEARTBEAT : Slot.HEARTBEAT + BOARD_LENGTH]
 
     def detach(self) -> None:
         """Remove patches and hooks."""
@@ -279,29 +279,7 @@ class Heartbeat(Listener):
     # Phases
 
     def _enter(self, phase: int) -> None:
-        slots, now = self._slots, _now()
-        old = slots[Slot.PHASE]
-        if phase != old:
-            took = now - slots[Slot.PHASE_SINCE]
-            at = Slot.TYPICAL + old
-            usual = slots[at]
-            # A moving mean that a single stall cannot raise far.
-            slots[at] = took if not usual else usual + (min(took, 4 * usual) - usual) // 10
-            if old == _OTHER and took > slots[Slot.LONGEST_OTHER]:
-                slots[Slot.LONGEST_OTHER] = took
-            slots[Slot.PHASE] = phase
-            slots[Slot.PHASE_SINCE] = now
-        slots[Slot.PROGRESS] += 1
-        slots[Slot.HEARTBEAT] = now
-
-    def phase_changed(self, phase: Phase) -> None:
-        """Follow the phase clock; between evaluating forwards, data and all else are evaluation."""
-        is_evaluating = self._slots[Slot.PHASE] == _EVALUATION
-        if phase is Phase.BACKWARD:
-            self._prepare_backward()
-        elif phase in {Phase.FORWARD, Phase.EVALUATION}:
-            self._slots[Slot.FORWARDS] += 1
-        self._enter(_EVALUATION if is_evaluating and phase in {Phase.DATA, Phase.OTHER} else _NUMBER[phase])
+        write_phase(HUB.board, phase, _now())
 
     def batch_begin(self, source: int) -> None:
         """Only a wait for the training data ends an evaluation."""
@@ -314,7 +292,8 @@ class Heartbeat(Listener):
         self._enter(_DATA)
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
-        """Backward begins: count its nodes."""
+        """Backward begins: count its nodes, and the gradients that arrive."""
+        self._prepare_backward()
         self._began = _now()
         self.position.begin(roots)
 
