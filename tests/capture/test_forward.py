@@ -108,7 +108,7 @@ def test_process_is_searched_once_for_many_optimizers(
 def test_internal_forward_error_does_not_reach_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(_self: object) -> None:
+    def broken(_self: object, *_call: object) -> None:
         raise RuntimeError("broken heartbeat")
 
     monkeypatch.setattr("backlight.monitors.stalls.instrument.heartbeat.Heartbeat.forward_begin", broken)

@@ -16,7 +16,7 @@ class Counting(Listener):
     def __init__(self) -> None:
         self.forwards = self.grads = 0
 
-    def forward_begin(self) -> None:
+    def forward_begin(self, *_call: object) -> None:
         self.forwards += 1
 
     def grad_begin(self, roots: object) -> None:

@@ -28,14 +28,19 @@ class Forwards(CallHooks):
 
 
 def _begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-    HUB.emit("forward_begin")
-    HUB.emit("forward_inputs", module, args, kwargs)
+    HUB.forward_depth += 1
+    try:
+        HUB.emit("forward_begin", module, args, kwargs)
+    except BaseException:  # an interrupt, after which no end is reported
+        HUB.forward_depth -= 1
+        raise
 
 
 def _end(module: nn.Module, result: Any) -> None:
-    if result is not None:
-        HUB.emit("forward_outputs", module, result)
-    HUB.emit("forward_end")
+    try:
+        HUB.emit("forward_end", module, result)
+    finally:
+        HUB.forward_depth = max(HUB.forward_depth - 1, 0)
 
 
 class ScopeForwards(Listener):

@@ -73,17 +73,14 @@ class Listener:
     def phase_changed(self, phase: Phase) -> None:
         """The process enters ``phase``; reported by a :class:`backlight.capture.phase_clock.PhaseClock`."""
 
-    def forward_begin(self) -> None:
-        """An outermost module that is followed is called; see :mod:`backlight.capture.forward`."""
+    def forward_begin(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A root ``module`` is called with arguments by position and by name.
 
-    def forward_end(self) -> None:
-        """An outermost module that is followed has returned, or raised."""
+        See :mod:`backlight.capture.forward`.
+        """
 
-    def forward_inputs(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """The module that is called, and its arguments by position and by name."""
-
-    def forward_outputs(self, module: torch.nn.Module, result: Any) -> None:
-        """What the module returned; before :meth:`forward_end`."""
+    def forward_end(self, module: torch.nn.Module, result: Any) -> None:
+        """That ``module`` has returned ``result``; None also where it raised."""
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Outermost backward starts from ``roots``; empty where it starts from edges of a graph."""
@@ -232,7 +229,8 @@ class Hub:
 
     ``loader_workers`` is the largest number of workers of a DataLoader that was asked for a batch since the
     hooks were installed; None before the first. ``unrecorded`` counts steps while no event is delivered, on
-    ``board``; ``captured`` is what the graph in capture holds so far. ``spent`` are the processor seconds
+    ``board``; ``captured`` is what the graph in capture holds so far. ``forward_depth`` is how many calls of
+    root modules are open, each in the one before. ``spent`` are the processor seconds
     that all listeners have taken so far; the step in progress counts for ``timed_steps``, with 0 it is not
     timed. ``is_emitting`` is whether a listener is being called.
     """
@@ -241,7 +239,7 @@ class Hub:
         self.listeners: tuple[Listener, ...] = ()
         self._on_error: dict[int, Callable[[Exception], None]] = {}
         self._receivers: dict[str, tuple[tuple[Listener, Callable[..., None]], ...]] = {}
-        self.backward_depth = self.grad_depth = self.own_passes = 0
+        self.forward_depth = self.backward_depth = self.grad_depth = self.own_passes = 0
         self.in_engine = self._has_engines = self._has_fsdp = False
         self.spent, self.timed_steps = 0.0, 1
         self.is_emitting = False
@@ -442,7 +440,7 @@ class Hub:
             )
 
     def _install(self) -> None:
-        self.backward_depth = self.grad_depth = 0
+        self.forward_depth = self.backward_depth = self.grad_depth = 0
         self.loader_workers, self.training = None, TrainingThreads()
         for install in (
             hooks.install_backward,
@@ -488,7 +486,7 @@ class Hub:
         self._set_listeners(())
         self.unrecorded = call_hooks.HUB_COUNTING[0] = None
         self._on_error.clear()
-        self.backward_depth = self.grad_depth = 0
+        self.forward_depth = self.backward_depth = self.grad_depth = 0
 
 
 HUB = Hub()

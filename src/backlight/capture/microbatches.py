@@ -73,7 +73,7 @@ class Microbatches(Listener):
 
     # Events
 
-    def forward_inputs(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def forward_begin(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note how many samples an outermost module was called with."""
         if torch.is_grad_enabled():
             self._forwards += 1

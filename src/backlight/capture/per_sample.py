@@ -69,7 +69,6 @@ class LayerCalls(Listener):
         self._hooks = CallHooks(self._before, self._after)
         self._open: list[tuple[nn.Module, Any]] = []
         self._calls: list[LayerCall] = []
-        self._depth = 0
         self._wanted = False
 
     def restart(self, *, wanted: bool) -> None:
@@ -77,12 +76,11 @@ class LayerCalls(Listener):
         self._hooks.leave()
         for call in self._calls:  # their graph may outlive the step
             call.x = None
-        self._calls, self._open, self._depth, self._wanted = [], [], 0, wanted
+        self._calls, self._open, self._wanted = [], [], wanted
 
-    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Follow the layers of an outermost module."""
-        self._depth += 1
-        if self._depth > 1 or not self._wanted or HUB.backward_depth:
+        if HUB.forward_depth > 1 or not self._wanted or HUB.backward_depth:
             return
         if torch.is_grad_enabled() and not is_transforming() and not is_capturing_graph():
             self._wanted = False
@@ -91,15 +89,10 @@ class LayerCalls(Listener):
             if any(layer is module for layer in layers):  # its call has begun
                 self._before(module, args, kwargs)
 
-    def forward_outputs(self, module: nn.Module, result: Any) -> None:
-        """Take the call of an outermost module that is itself a layer."""
-        if self._depth == 1:
+    def forward_end(self, module: nn.Module, result: Any) -> None:
+        """Follow no more once the outermost module is over, which may itself be a layer."""
+        if HUB.forward_depth == 1:
             self._after(module, result)
-
-    def forward_end(self) -> None:
-        """Follow no more once the outermost module is over."""
-        self._depth = max(0, self._depth - 1)
-        if not self._depth:
             self._hooks.leave()
             self._open = []
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
 from backlight import clock
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.unrecorded import NUMBERS, PHASE, write_phase
 from backlight.records import Phase
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _EVALUATION = NUMBERS[Phase.EVALUATION]
 
@@ -115,7 +119,7 @@ class PhaseEvents(Listener):
         """Account for a wait that failed."""
         self._clock.leave(Phase.DATA)
 
-    def forward_end(self) -> None:
+    def forward_end(self, module: nn.Module, result: Any) -> None:
         """Account for what follows as the loss, if a backward comes."""
         if Phase.BACKWARD in self._clock.open:
             return

@@ -138,7 +138,6 @@ class StepInputs(Listener):
         self.calls: list[ForwardCall] = []
         self.scaler: Callable[[], Any] | None = None
         self.loss: Tensor | None = None
-        self._depth = 0
         self._inside: tuple[ForwardCall, _Given] | None = None
         self._batches: list[tuple[int, Sequence[int] | None]] = []
         self._bytes = 0
@@ -151,7 +150,7 @@ class StepInputs(Listener):
             call.forget()
         if self.calls:
             self._most, self._last = max(self._last, len(self.calls)), len(self.calls)
-        self.calls, self._inside, self._depth = [], None, 0
+        self.calls, self._inside = [], None
         self._bytes = self._unseen = 0
         self.scaler = self.loss = None
 
@@ -164,10 +163,9 @@ class StepInputs(Listener):
         """Note the dataset indices of a batch."""
         self._batches = [*self._batches[1 - LOADERS :], (index, indices_of(iterator, index))]
 
-    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note a call with gradients."""
-        self._depth += 1
-        if self._depth > 1 or HUB.backward_depth:
+        if HUB.forward_depth > 1 or HUB.backward_depth:
             return
         indices, self._batches = self._batches, []
         if not torch.is_grad_enabled() or is_transforming() or is_capturing_graph():
@@ -192,14 +190,14 @@ class StepInputs(Listener):
         if len(self.calls) > self._most and not self.is_requested:
             self._release()
 
-    def forward_outputs(self, module: nn.Module, result: Any) -> None:
+    def forward_end(self, module: nn.Module, result: Any) -> None:
         """Wait for the gradients of what the outermost call returned.
 
         A model that returns its loss computes it from the other outputs, whose gradients would count twice.
         """
-        if self._depth > 1 or self._inside is None:
+        if HUB.forward_depth > 1 or self._inside is None:
             return
-        call, args = self._inside
+        (call, args), self._inside = self._inside, None
         outputs = [(number, x) for number, (_, x) in enumerate(tensors(result)) if x.requires_grad]
         scalars = [(number, x) for number, x in outputs if x.numel() == 1]
         for number, output in scalars or outputs:
@@ -208,12 +206,6 @@ class StepInputs(Listener):
                 call.trouble = "the outputs of its forward passes are too large to hold their gradients"
                 return
             output.register_hook(partial(_arrived, args, number))  # type: ignore[no-untyped-call]  # torch's
-
-    def forward_end(self) -> None:
-        """An outermost call is over."""
-        self._depth = max(0, self._depth - 1)
-        if not self._depth:
-            self._inside = None
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Take the losses of single samples, if one forward belongs to this backward."""

@@ -7,7 +7,7 @@ optimizer's step, because after any of them they are no longer what backward gav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -238,7 +238,7 @@ class StepTracker(PhaseEvents):
         self._clock.leave(Phase.DATA)
         self._summary.batch = index
 
-    def forward_begin(self) -> None:
+    def forward_begin(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Close a step that is complete, and account for the forward; without gradients it is evaluation."""
         if Phase.BACKWARD in self._clock.open:
             return  # a checkpointed model is computed again: that is a part of backward

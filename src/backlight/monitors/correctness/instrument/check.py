@@ -111,12 +111,14 @@ class Check(Listener):
     """Observes facts of one kind as a run goes on, and reports those that contradict each other.
 
     What is compared on a device is copied from there without waiting; the report follows when the copy has
-    arrived. One that ``is_windowed`` gets events of observed steps and of the steps beside them only. The
-    facts, with the rule that reads them and its limits, are in the module of ``rules`` that has no torch.
+    arrived. One that ``is_windowed`` gets events of observed steps and of the steps beside them only; one
+    that ``needs_ranks`` is left out of a run of one process. The facts, with the rule that reads them and its
+    limits, are in the module of ``rules`` that has no torch.
     """
 
     name: ClassVar[str]
     is_windowed = True
+    needs_ranks = False
     every_step = False
 
     def __init__(self, run: RunHandle, schedule: Schedule) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
 
 from backlight.capture.hub import HUB
 from backlight.capture.modules import Registration
@@ -30,18 +32,16 @@ class ForwardParameters(Check):
 
     def forget(self) -> None:
         """Stop to record registrations."""
-        self._depth, self._made, HUB.seen.registered = 0, list[Registration](), None
+        self._made, HUB.seen.registered = list[Registration](), None
 
-    def forward_begin(self) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record registrations during the outermost forward."""
-        self._depth += 1
-        if self._depth == 1 and self.due and torch.is_grad_enabled():
+        if HUB.forward_depth == 1 and self.due and torch.is_grad_enabled():
             HUB.seen.registered = []
 
-    def forward_end(self) -> None:
+    def forward_end(self, module: nn.Module, result: Any) -> None:
         """Take the registered parameters that an inner loop has not trained."""
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and HUB.seen.registered is not None:
+        if HUB.forward_depth == 1 and HUB.seen.registered is not None:
             registered, HUB.seen.registered = HUB.seen.registered, None
             for registration in registered:
                 if (parameter := registration.parameter()) is not None and parameter.grad is None:

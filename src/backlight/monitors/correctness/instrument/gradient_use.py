@@ -132,12 +132,12 @@ class GradientUse(Check):
 
     # Events
 
-    def forward_begin(self) -> None:
-        """Count the forwards since the last backward."""
-        self._forwards += torch.is_grad_enabled()
+    def forward_begin(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Count the forwards since the last backward.
 
-    def forward_inputs(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Gradients of an input may be what a backward is for, as in adversarial training."""
+        Gradients of an input may be what a backward is for, as in adversarial training.
+        """
+        self._forwards += torch.is_grad_enabled()
         if self.schedule.due and any(
             isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())
         ):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from backlight.capture.batches import tensors
 from backlight.capture.functional_calls import CtcCalls, LossCalls
@@ -236,7 +236,7 @@ class Probabilities(Check):
         self._calls.stop()
         self._readings = []
 
-    def forward_begin(self) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Observe the loss of this forward."""
         if self._left and torch.is_grad_enabled():
             self._calls.start()

@@ -76,7 +76,7 @@ class ModelInputs(Check):
         """The next forward is that of another step."""
         self._is_next = self._is_next or self.run.scope.holds(optimizer)
 
-    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Read a sample of the arguments."""
         step = self.run.clock.done
         is_first = self._is_next and torch.is_grad_enabled() and not HUB.backward_depth
@@ -194,7 +194,7 @@ class RepeatedInputs(Check):
         """Leave what a loader gives to the checks of loaders."""
         self.forget()
 
-    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note the tensors that a forward of the step is given."""
         if self._is_over or not torch.is_grad_enabled() or HUB.backward_depth:
             return

@@ -199,7 +199,6 @@ class EvaluationModes(Check):
         self._evaluations = self._looks = 0
         self._calls = DropoutCalls()
         self._model: nn.Module | None = None  # whose dropout is observed
-        self._depth = 0
 
     # Events
 
@@ -219,21 +218,18 @@ class EvaluationModes(Check):
         self._trained.add(self._source)
         self._called = None
 
-    def forward_begin(self) -> None:
-        """Count the calls that are in progress: one may be inside the other."""
-        self._depth += 1
-
-    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note which model is evaluated, and observe it at the first evaluations and then ever fewer."""
-        if self._depth == 1 and not module.training and not is_capturing_graph() and not is_transforming():
+        is_outermost = HUB.forward_depth == 1
+        if is_outermost and not module.training and not is_capturing_graph() and not is_transforming():
             self._looks += 1
             if self._looks & (self._looks - 1) == 0:
                 self._compare_norms(module)
         if torch.is_grad_enabled():
             self._called = None
-            if self._depth == 1 and self.schedule.due:
+            if is_outermost and self.schedule.due:
                 self._trained_norms.update(m for _, m in walk(module) if is_batch_norm(m) and m.training)
-        elif self._depth == 1 and self.run.clock.done and not HUB.backward_depth:
+        elif is_outermost and self.run.clock.done and not HUB.backward_depth:
             if module.training:
                 if self._called is not None:
                     self._called.append(weakref.ref(module))
@@ -242,10 +238,9 @@ class EvaluationModes(Check):
                 if self._evaluations & (self._evaluations - 1) == 0:
                     self._observe(module)
 
-    def forward_end(self) -> None:
+    def forward_end(self, module: nn.Module, result: Any) -> None:
         """Report the dropout of the forward that was observed."""
-        self._depth = max(self._depth - 1, 0)
-        if self._depth == 0 and (model := self._model) is not None:
+        if HUB.forward_depth == 1 and (model := self._model) is not None:
             self._model = None
             self._calls.stop()
             calls, self._calls.rows = self._calls.rows, []

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB
@@ -110,6 +110,7 @@ class ReplicaDigests(Check):
 
     name = "replicas"
     is_windowed = False
+    needs_ranks = True
 
     def _start(self) -> None:
         self._table: ParameterTable | None = None
@@ -119,10 +120,10 @@ class ReplicaDigests(Check):
         self._backwards = 0
         self._step = -1  # whose weights have been read
         self._is_unsynced = False
-        self._is_off = self.run.world_size < 2
+        self._is_off = False
         self._readers = {moment: DigestReader() for moment in facts.MOMENTS}
 
-    def forward_begin(self) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Read the weights of this step."""
         if torch.is_grad_enabled() and not HUB.backward_depth:
             self._read_weights()
@@ -242,6 +243,7 @@ class TransferDigests(Check):
     """Reads the first transfers of observed steps, where there are several ranks, which the rule compares."""
 
     name = "transfers"
+    needs_ranks = True
 
     def _start(self) -> None:
         self._step = -1
@@ -250,7 +252,7 @@ class TransferDigests(Check):
 
     def transferred(self, transfer: RankTransfer) -> None:
         """Read the tensors of a transfer."""
-        if self.run.world_size < 2 or not self.due or is_transforming() or is_capturing_graph():
+        if not self.due or is_transforming() or is_capturing_graph():
             return
         if transfer.call == "all_reduce" and not any(backend in transfer.backend for backend in EXACT):
             return

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB
@@ -93,7 +93,7 @@ class WeightChanges(Check):
         if self._before is not None and self._after is not None:
             self._compare_over_step(optimizer, self._before, self._after)
 
-    def forward_begin(self) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare with the last step, and read the weights of this forward."""
         if torch.is_grad_enabled() and not HUB.backward_depth and not is_transforming():
             now = self._compare_with_step()

@@ -82,14 +82,14 @@ class GraphMarks(Listener):
         for root in roots:
             self._mark("loss", root.grad_fn)
 
-    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Mark the inputs that have a graph, such as a hidden state."""
         for value in (*args, *kwargs.values()):
             if type(value) is not torch.Tensor or value.grad_fn is not None:
-                self.forward_outputs(module, value)
+                self.forward_end(module, value)  # they are the outputs of another call
 
-    def forward_outputs(self, module: nn.Module, result: Any) -> None:
-        """Mark the outputs of an outermost module that have a graph."""
+    def forward_end(self, module: nn.Module, result: Any) -> None:
+        """Mark the outputs of a root module that have a graph."""
         kind = "output" if module.training else "evaluation"
         if type(result) is torch.Tensor:  # most are: a search would take longer than the mark
             self._mark(kind, result.grad_fn)
