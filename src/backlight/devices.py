@@ -209,8 +209,10 @@ def _memory_info(device: torch.device | None) -> tuple[int, int] | None:
 
 def random_states(devices: Iterable[torch.device]) -> list[torch.Tensor]:
     """Return the random state of the host, followed by that of each device."""
-    states = (torch.get_device_module(device).get_rng_state(device) for device in devices)
-    return [torch.get_rng_state(), *states]
+    states = [torch.get_rng_state()]
+    for device in devices:
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
 
 
 def set_random_states(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> None:

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,32 +86,44 @@ def indices_of(iterator: Any, number: int) -> Sequence[int] | None:
     return indices if is_plain else None
 
 
-def leaves(batch: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield whatever is not a nest, in order, each with its path: ``['ids'][0]``."""
-    if isinstance(batch, Mapping):
-        for key in batch:
-            yield from leaves(batch[key], f"{path}[{key!r}]")
-    elif isinstance(batch, (tuple, list)):
-        for index, item in enumerate(batch):
-            if type(item) is Tensor:  # the usual case, without a generator of its own
-                yield f"{path}[{index}]", item
-            else:
-                yield from leaves(item, f"{path}[{index}]")
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from leaves(getattr(batch, field.name), f"{path}.{field.name}")
-    else:
-        yield path, batch
+MAX_ITEMS = 10**6
+"""Items of a batch that are no plain tensors, above which it is taken to contain itself."""
 
 
-def tensors(batch: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a batch with its path."""
-    return ((path, leaf) for path, leaf in leaves(batch) if isinstance(leaf, Tensor))
+def leaves(batch: Any, kind: type = object) -> list[Any]:
+    """Return whatever is not a nest and of a ``kind``, in order.
+
+    Raises
+    ------
+    RecursionError
+        If a nest contains itself.
+    """
+    flat, pending, items = [], [batch], 0
+    while pending:  # without a call per nest: this runs at every forward of a recorded step
+        item = pending.pop()
+        if type(item) is Tensor:
+            flat.append(item)
+        elif (items := items + 1) > MAX_ITEMS:
+            raise RecursionError(f"a batch of more than {MAX_ITEMS} items, or one that contains itself")
+        elif isinstance(item, (tuple, list)):
+            pending += reversed(item)
+        elif isinstance(item, Mapping):
+            pending += reversed(list(item.values()))
+        elif dataclasses.is_dataclass(item) and not isinstance(item, type):
+            pending += [getattr(item, field.name) for field in reversed(dataclasses.fields(item))]
+        elif isinstance(item, kind):
+            flat.append(item)
+    return flat
+
+
+def tensors(batch: Any) -> list[Tensor]:
+    """Return every tensor of a batch, in order."""
+    return leaves(batch, Tensor)
 
 
 def plain_tensors(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch whose values can be read: dense, real and not empty."""
-    dense = [x for _, x in tensors(batch) if type(x) is Tensor and x.layout is torch.strided and x.numel()]
+    dense = [x for x in tensors(batch) if type(x) is Tensor and x.layout is torch.strided and x.numel()]
     return [x for x in dense if not x.is_complex()]
 
 
@@ -140,12 +152,12 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def samples(batch: Any) -> int | None:
     """Return the samples of a batch: the length of its first tensor with a dimension; None without one."""
-    return next((len(x) for _, x in tensors(batch) if x.ndim), None)
+    return next((len(x) for x in tensors(batch) if x.ndim), None)
 
 
 def nbytes(batch: Any) -> int:
     """Return the bytes of the tensors of a batch."""
-    return sum(x.nbytes for _, x in tensors(batch))
+    return sum(x.nbytes for x in tensors(batch))
 
 
 def split(batch: Any, count: int) -> list[Any]:
@@ -180,7 +192,7 @@ def moved(batch: Any, device: torch.device, dtype: torch.dtype | None = None) ->
 def digest(batch: Any) -> str | None:
     """Return a digest of the contents of a batch; None where a leaf cannot be hashed."""
     hasher = hashlib.blake2b(digest_size=16)
-    for _, leaf in leaves(batch):
+    for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             hasher.update(repr((leaf.dtype, tuple(leaf.shape))).encode())
             hasher.update(_bytes(leaf))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ MAX_ADDENDS = 4096
 """Nodes above the addends of a loss that are visited: a loop that adds up has one per round."""
 
 _SUM_REDUCTION = 2
+_ADDS = kinds("Add Sub")
 _PASSES_ON = RESHAPES | {"Mul", "Div", "Neg"}
 
 
@@ -92,14 +93,18 @@ def addends(root: Node | None) -> int | None:
         if not pending:
             return count
         node = pending.pop()
-        kind = kind_of(node)
-        below = [n for n in inputs_of(node) if n is not None] if node is not None else []
-        if kind in {"Add", "Sub"}:
+        kind = "" if node is None else _kind(node.name())
+        is_sum = kind == "Sum" or getattr(node, "_saved_reduction", None) == _SUM_REDUCTION
+        if node is None or not (is_sum or kind in _ADDS or kind in _PASSES_ON):
+            count += 1
+            continue
+        below = [n for n, _ in node.next_functions if n is not None]
+        if kind in _ADDS:
             pending += below
-        elif kind == "Sum" or getattr(node, "_saved_reduction", None) == _SUM_REDUCTION:
+        elif is_sum:
             shape = shape_of(below[0]) if below else None
             count += 1 if shape is None else math.prod(shape)
-        elif kind in _PASSES_ON and len(below) == 1:
+        elif len(below) == 1:
             pending += below
         else:
             count += 1
@@ -119,17 +124,17 @@ CLASS_LOSSES = kinds("NllLoss NllLoss2D")
 """Nodes of the loss functions that compare log-probabilities with class indices."""
 
 
-def terms(root: Node | None) -> Iterator[tuple[str, Node]]:
-    """Yield kind and node of what a total loss is made of, from ``root`` down, up to the loss functions."""
-    pending = [root]
-    for _ in range(MAX_NODES):
-        if not pending:
-            return
-        node = pending.pop(0)
-        kind = kind_of(node)
-        yield kind, node
+def terms(root: Node | None) -> list[tuple[str, Node]]:
+    """Return kind and node of what a total loss is made of, from ``root`` down, up to the loss functions."""
+    nodes, visited = [root], []
+    for node in nodes:  # which grow meanwhile
+        kind = "" if node is None else _kind(node.name())  # without a call per node
+        visited.append((kind, node))
+        if len(visited) == MAX_NODES:
+            break
         if kind in _ARITHMETIC or kind in RESHAPES:
-            pending += inputs_of(node)
+            nodes += [below for below, _ in node.next_functions]
+    return visited
 
 
 def are_plain(node: Node, *names: str) -> bool:

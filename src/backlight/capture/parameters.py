@@ -167,10 +167,10 @@ class ParameterTable:
 
     def rows_of(self, tensors: Sequence[torch.Tensor]) -> list[int | None]:
         """Return the row of each tensor, as :meth:`row` does."""
-        rows, references = [self.rows.get(id(tensor)) for tensor in tensors], self._references
+        references = self._references
         return [
             row if row is not None and references[row]() is tensor else None
-            for row, tensor in zip(rows, tensors, strict=True)
+            for row, tensor in zip(map(self.rows.get, map(id, tensors)), tensors, strict=True)
         ]
 
     def place_gradient(self, row: int, gradient: torch.Tensor) -> bool:
@@ -199,7 +199,7 @@ class ParameterTable:
         Once there are many variants of the table, a parameter that was trainable stays so.
         """
         before = self._is_trainable
-        tensors = [reference() for reference in self._references]
+        tensors = map(call, self._references)
         now = tuple([was if x is None else x.requires_grad for x, was in zip(tensors, before, strict=True)])
         if now not in self._variants and len(self._variants) >= MAX_VARIANTS:
             now = tuple(map(max, before, now))
@@ -213,10 +213,6 @@ class ParameterTable:
             )
         self._is_trainable, self.records = now, self._variants[now]
         return True
-
-    def missing(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether some tensor has no row, so that the table is out of date."""
-        return None in self.rows_of(tensors)
 
 
 def _with_flag(record: ParameterRecord, tensor: torch.Tensor | None, is_trainable: bool) -> ParameterRecord:
@@ -515,7 +511,7 @@ class Scope:
     def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Return the parameters that ``optimizer`` holds now, each of which then has a row."""
         parameters = parameters_of(optimizer)
-        if self.table.missing(parameters):
+        if None in self.table.rows_of(parameters):
             self._rebuild()  # a tensor was exchanged inside a list of the same length
         return parameters
 

@@ -108,7 +108,7 @@ class ForwardCall:
 
     def inputs(self) -> list[Tensor]:
         """Return the tensors that it was given."""
-        return [x for _, x in tensors((tuple(self.args), dict(self.kwargs)))]
+        return tensors((tuple(self.args), dict(self.kwargs)))
 
     def was_changed(self) -> bool:
         """Return whether a tensor that it was given has been written to since."""
@@ -176,13 +176,16 @@ class StepInputs(Listener):
         if not self.keeps:
             self.calls.append(ForwardCall(*where, (), (False, torch.float32), [], *batch))
             return
-        inputs = [x for _, x in tensors((tuple(args), dict(kwargs)))]
+        inputs = tensors((tuple(args), dict(kwargs)))
         device = inputs[0].device.type if inputs else "cpu"
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        versions = [x._version for x in inputs]
-        # Those of the inputs, and of a model that moves them.
-        places = [x.device for x in (*inputs, *islice(module.parameters(), 1))]
-        devices = [where for where in dict.fromkeys(places) if is_accelerator(where)]
+        versions, places = [], {}
+        for x in inputs:
+            versions.append(x._version)
+            places[x.device] = None
+        for parameter in islice(module.parameters(), 1):  # of a model that moves its inputs
+            places[parameter.device] = None
+        devices = [where for where in places if where.type != "cpu" and is_accelerator(where)]
         arguments.random = random_states(devices)
         call = ForwardCall(*where, devices, autocast, versions, *batch)
         self.calls.append(call)
@@ -198,7 +201,7 @@ class StepInputs(Listener):
         if HUB.forward_depth > 1 or self._inside is None:
             return
         (call, args), self._inside = self._inside, None
-        outputs = [(number, x) for number, (_, x) in enumerate(tensors(result)) if x.requires_grad]
+        outputs = [(number, x) for number, x in enumerate(tensors(result)) if x.requires_grad]
         scalars = [(number, x) for number, x in outputs if x.numel() == 1]
         for number, output in scalars or outputs:
             self._bytes += output.nbytes

@@ -127,7 +127,8 @@ class StepTracker(PhaseEvents):
         self._skip_capture()
         self._is_plain = self._is_whole = False
         if self._recording:
-            self._refresh()
+            if not self._refreshed:
+                self._refresh()
             self._collect(self._scope.parameters(), None)
         self._stepped.add(0)
         self._close()
@@ -242,11 +243,12 @@ class StepTracker(PhaseEvents):
         """Close a step that is complete, and account for the forward; without gradients it is evaluation."""
         if Phase.BACKWARD in self._clock.open:
             return  # a checkpointed model is computed again: that is a part of backward
-        self._skip_capture()
-        if torch.is_grad_enabled():
-            if self._is_by_hand:
-                self._note_update_by_hand()
-            self._close_complete()
+        if self._stepped or self._inside.begun or self._is_by_hand or self._counted is not None:
+            self._skip_capture()
+            if torch.is_grad_enabled():
+                if self._is_by_hand:
+                    self._note_update_by_hand()
+                self._close_complete()
         phase = Phase.FORWARD if torch.is_grad_enabled() else Phase.EVALUATION
         if phase not in self._clock.open:
             HUB.board[FORWARDS] += 1
@@ -262,7 +264,8 @@ class StepTracker(PhaseEvents):
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Open a new step if the last one is complete, and note the loss."""
         self._skip_capture()
-        self._call_before_step()
+        if self._before_steps is not None:
+            self._call_before_step()
         self.check_limit()
         if self._is_by_hand:
             self._note_update_by_hand()
@@ -307,7 +310,8 @@ class StepTracker(PhaseEvents):
                 self._by_hand.note(self._scope.parameters())
             self._scalars.after_backward()
             return
-        self._refresh()
+        if not self._refreshed:
+            self._refresh()
         parameters = self._scope.parameters()
         # With several optimizers a backward may reach only the parameters of another one.
         self._scalars.after_backward(parameters if self._is_alone else ())
@@ -321,7 +325,8 @@ class StepTracker(PhaseEvents):
     def unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Collect: the gradients have their true size now, and nothing else has touched them."""
         if self._recording and self._scope.holds(optimizer):
-            self._refresh()
+            if not self._refreshed:
+                self._refresh()
             self._note_scale(scaler)
             self._collect(self._scope.parameters_of(optimizer), None)
 
@@ -369,7 +374,8 @@ class StepTracker(PhaseEvents):
         """Collect ``tensors``, parameters or gradients, unless before backward; return the parameters."""
         if not (self._recording and (self._summary.backwards or self._has_set)):
             return []
-        self._refresh()
+        if not self._refreshed:
+            self._refresh()
         rows = self._scope.table.rows_of(tensors)
         parameters = [t for t, row in zip(tensors, rows, strict=True) if row is not None]
         if not parameters:
@@ -400,12 +406,14 @@ class StepTracker(PhaseEvents):
         self._clock.enter(Phase.OPTIMIZER)
         if len(self._inside.begun) == 1:
             self._optimizer_began = self._clock.seconds(Phase.OPTIMIZER)
+        number = self._scope.number(optimizer)
         if is_watched:
-            self._scalars.add_rates(self._scope.number(optimizer), optimizer.param_groups)
+            self._scalars.add_rates(number, optimizer.param_groups)
         if not (is_watched and self._recording):
             return
-        self._refresh()
-        self._summary.optimizers.append(self._scope.number(optimizer))
+        if not self._refreshed:
+            self._refresh()
+        self._summary.optimizers.append(number)
         parameters = self._scope.parameters_of(optimizer)
         whole = self._summary.backwards and not HUB.optimizers.goes_on
         if not has_closure or whole:  # else they come with the first evaluation
@@ -458,10 +466,9 @@ class StepTracker(PhaseEvents):
     # Collecting
 
     def _refresh(self) -> None:
-        if not self._refreshed:
-            self._refreshed = True
-            if self._scope.refresh():
-                self._sink.parameters_changed()
+        self._refreshed = True
+        if self._scope.refresh():
+            self._sink.parameters_changed()
 
     def _note_scale(self, scaler: Any) -> None:
         scale = scale_of(scaler)

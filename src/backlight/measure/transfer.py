@@ -143,7 +143,7 @@ class HostParts:
 
     def read(self) -> NDArray[np.generic]:
         """Return the table."""
-        return np.concatenate([np.empty(0), *[part.numpy() for part in self.parts]])
+        return np.concatenate([np.empty(0), *map(Tensor.numpy, self.parts)])
 
 
 def start_copy(table: Tensor) -> AsyncCopy:
@@ -230,7 +230,7 @@ class PendingArrays:
 
     def ready(self) -> bool:
         """Return whether :meth:`arrays` would return at once."""
-        return all(transfer.done() for transfer in self._transfers)
+        return all([transfer.done() for transfer in self._transfers])
 
     def arrays(self) -> Arrays:
         """Return float64 ``[P, F]`` and int64 ``[P, I]``, after waiting for this result's own copies only.

@@ -115,8 +115,10 @@ class StepRecord:
         for name, value in self.scalars.items():
             if isinstance(value, torch.Tensor):
                 self.scalars[name] = self._enqueued(value)
-        self.scale = self._enqueued(self.scale)
-        self.skipped = self._enqueued(self.skipped)
+        if self.scale is not None:
+            self.scale = self._enqueued(self.scale)
+        if self.skipped is not None:
+            self.skipped = self._enqueued(self.skipped)
         self.transfer.start()
 
     def _enqueued(self, value: Any) -> Any:
@@ -236,7 +238,7 @@ class StepRecorder(StepSink):
         """Decide whether a step is recorded: by the sampling, or because a monitor needs it."""
         self._step = index
         self._record = None
-        if index:
+        if index and not self._is_known:
             self._announce_parameters()
         self._sampling.turns = self._scalars.turns
         self._monitors.call("on_step_start", index)
@@ -314,7 +316,7 @@ class StepRecorder(StepSink):
         self._device = None if device is None or device.type in {"cpu", "meta"} else device
         with NO_SPAN if self._device is None else self._device_work.span(self._device):
             self._monitors.call("on_gradients_ready", self._gradients(parameters, scale), record)
-        if not (HUB.backward_depth or self._has_gradients):
+        if not (summary.backwards or HUB.backward_depth or self._has_gradients):
             self._has_gradients = any(p.grad is not None for p in parameters)
 
     def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:

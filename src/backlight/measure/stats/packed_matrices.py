@@ -163,9 +163,9 @@ def matrices(values: Owned) -> Iterator[Matrix]:
             if chunk.numel() == size:
                 yield Matrix(chunk.view(-1, width), [(owner, size // width)])
                 continue
-            if packer.is_full_for(chunk):
+            if not packer.add(owner, chunk):
                 yield packer.pack()
-            packer.add(owner, chunk)
+                packer.add(owner, chunk)
     if packer.rows:
         yield packer.pack()
 
@@ -180,14 +180,12 @@ class _Packer:
         self._owners: list[tuple[int, int]] = []
         self._padding: dict[int, Tensor] = {}
 
-    def is_full_for(self, values: Tensor) -> bool:
-        """Return whether :meth:`pack` must run before ``values`` can be added."""
-        return self.rows > 0 and self.rows - (-values.numel() // SMALL_ROW) > self._max_rows
-
-    def add(self, owner: int, values: Tensor) -> None:
-        """Add flat values; nothing is copied yet."""
+    def add(self, owner: int, values: Tensor) -> bool:
+        """Add flat values, which are not copied yet; False where :meth:`pack` must run before."""
         scalars = values.numel()
         rows = -(-scalars // SMALL_ROW)
+        if self.rows and self.rows + rows > self._max_rows:
+            return False
         self.rows += rows
         self._values.append(values)
         self._owners.append((owner, rows))
@@ -196,6 +194,7 @@ class _Packer:
             if missing not in self._padding:
                 self._padding[missing] = values.new_zeros(missing)
             self._values.append(self._padding[missing])
+        return True
 
     def pack(self) -> Matrix:
         """Copy the added values into one matrix and start afresh."""

@@ -100,8 +100,10 @@ def statistics(
             )
         if isinstance(scale, Tensor):
             _table(tables, scale.device).append(scale)
-        transfers = [table.start_copy(transfer) for table in tables.values()]
-    decoders = [table.decoder() for table in tables.values()]
+        transfers, decoders = [], []
+        for table in tables.values():
+            transfers.append(table.start_copy(transfer))
+            decoders.append(table.decoder())
     divisor = 1.0 if scale is None or isinstance(scale, Tensor) else float(scale)
 
     def finish(received: list[NDArray[np.generic]]) -> Arrays:
@@ -141,7 +143,7 @@ class _Table:
     def __init__(self, device: torch.device, *, on_host: bool) -> None:
         self._device = device
         self._on_host = on_host
-        self._columns: tuple[list[Tensor], ...] = tuple([[] for _ in COLUMNS])
+        self._columns: tuple[list[Tensor], ...] = ([], [], [], [], [], [])
         self._owners: list[tuple[int, int]] = []
         self._scale: Tensor | None = None
         self._float = widest_float(device)
@@ -231,19 +233,22 @@ def _join(shares_P2: NDArray[np.int64], parts: list[_Rows], divisor: float) -> A
     """Join the rows of all devices to numbers per tensor."""
     times_P, numel_P = shares_P2.T
     size = len(times_P)
-    owner = np.concatenate([np.empty(0, dtype=np.int64), *(part.owner for part in parts)])
+    owner = np.concatenate([np.empty(0, dtype=np.int64), *[part.owner for part in parts]])
     norm, top, total, nonzero, nan, inf = np.concatenate(
-        [np.empty((len(COLUMNS), 0)), *(part.numbers for part in parts)], axis=1
+        [np.empty((len(COLUMNS), 0)), *[part.numbers for part in parts]], axis=1
     )
     for part in parts:
         divisor = divisor if part.scale is None else part.scale
+    nonzero_P, nan_P, inf_P = [
+        np.bincount(owner, column, size).astype(np.int64) for column in (nonzero, nan, inf)
+    ]
     counts = np.stack(
         (
             times_P > 0,
             numel_P,
-            numel_P - times_P * _count(owner, nonzero, size),
-            times_P * _count(owner, nan, size),
-            times_P * _count(owner, inf, size),
+            numel_P - times_P * nonzero_P,
+            times_P * nan_P,
+            times_P * inf_P,
         ),
         axis=1,
     )
@@ -261,7 +266,3 @@ def _join(shares_P2: NDArray[np.int64], parts: list[_Rows], divisor: float) -> A
         values /= divisor
     values[times_P == 0] = 0.0
     return values, counts
-
-
-def _count(owner: NDArray[np.int64], numbers: NDArray[np.float64], size: int) -> NDArray[np.int64]:
-    return np.asarray(np.bincount(owner, numbers, size), dtype=np.int64)

@@ -46,8 +46,8 @@ class CorrectnessMonitor(Monitor):
         if self._schedule.near == was_near:
             return
         for check in self._checks:
-            if check.is_windowed and self._schedule.near:
+            if check.steps == "windows" and self._schedule.near:
                 self._run.listen(check)
-            elif check.is_windowed:
+            elif check.steps != "all":
                 HUB.remove(check)
                 check.forget()

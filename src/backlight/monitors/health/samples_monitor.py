@@ -104,27 +104,26 @@ class SpikeSamplesMonitor(Monitor):
     def on_step_start(self, step: int) -> None:
         """Drop what is held of the step before."""
         self._inputs.restart()
-        self._inputs.is_requested = self.wants_step(step)
+        self._inputs.is_requested = step in self._requested
         self._inputs.keeps = not self._on_accelerator or self._inputs.is_requested
 
     def on_gradients_ready(self, gradients: Gradients, record: StepRecord) -> None:
         """Decompose the step if its gradients or its loss leap."""
-        part = next((p for p in record.parts if p.rows is gradients.rows and p.series == "gradient"), None)
-        if part is None or not gradients.rows:
+        parts = [p for p in record.parts if p.rows is gradients.rows and p.series == "gradient"]
+        if not parts or not gradients.rows:
             return
-        if any(map(is_accelerator, {p.device.type for p in gradients.parameters})):
+        is_requested, pending = self._inputs.is_requested, parts[0].pending
+        if any(map(is_accelerator, {p.device.type for p in gradients.parameters} - {"cpu"})):
             self._on_accelerator = True
-            self._know(
-                record.step, self._here(gradients) if self.wants_step(record.step) else self._indices()
-            )
-        elif part.pending.ready() and (self._inputs.calls or self.wants_step(record.step)):
+            self._know(record.step, self._here(gradients) if is_requested else self._indices())
+        elif pending.ready() and (self._inputs.calls or is_requested):
             loss = self._inputs.loss
             # On the host: numpy reads it where it lies.
             value = loss.detach().double().numpy().item() if _is_plain(loss) else None
             number = None if value is None else value / self._inputs.scale()
-            floats, integers = part.pending.arrays()
+            floats, integers = pending.arrays()
             cause = self._cause(_key(gradients.rows), floats, integers, number, record.scalars)
-            if cause or self.wants_step(record.step):
+            if cause or is_requested:
                 self._decompose(cause, gradients, record.step)
 
     def _cause(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -111,13 +111,13 @@ class Check(Listener):
     """Observes facts of one kind as a run goes on, and reports those that contradict each other.
 
     What is compared on a device is copied from there without waiting; the report follows when the copy has
-    arrived. One that ``is_windowed`` gets events of observed steps and of the steps beside them only; one
-    that ``needs_ranks`` is left out of a run of one process. The facts, with the rule that reads them and its
-    limits, are in the module of ``rules`` that has no torch.
+    arrived. Events come of ``steps`` that are observed and of those beside them, in all ``windows`` or in
+    the ``first`` one only; or of ``all``. A check that ``needs_ranks`` is left out of a run of one process.
+    The facts, with the rule that reads them and its limits, are in the module of ``rules`` without torch.
     """
 
     name: ClassVar[str]
-    is_windowed = True
+    steps: ClassVar[Literal["windows", "first", "all"]] = "windows"
     needs_ranks = False
     every_step = False
 

@@ -21,7 +21,7 @@ class GlobalSeed(Check):
     """
 
     name = "global_seed"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._pending: tuple[int, str] | None = None

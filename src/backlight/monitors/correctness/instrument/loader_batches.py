@@ -96,7 +96,7 @@ class LoaderBatches(Check):
     """
 
     name = "loader_batches"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._loaders: dict[int, _Loader] = {}
@@ -213,7 +213,7 @@ def kind_of_sampler(sampler: Any) -> str:
 
 def has_equal_samples(batch: Any) -> bool:
     """Return whether all samples of a batch are equal: then a data set gives one for every index."""
-    several = [x for _, x in tensors(batch) if x.ndim and len(x) > 1]
+    several = [x for x in tensors(batch) if x.ndim and len(x) > 1]
     return bool(several) and all(bool((x == x[:1]).all()) for x in several)
 
 

@@ -56,7 +56,7 @@ class LossGraph(Check):
 
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
         """Note how many samples each tensor of the batch has."""
-        self._sizes = {len(x) for _, x in tensors(batch) if x.ndim}
+        self._sizes = {len(x) for x in tensors(batch) if x.ndim}
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Look at the nodes below each root."""
@@ -326,7 +326,7 @@ class LossTargets(Check):
     """Whether every target that cross-entropy got so far is the same class; another one ends the check."""
 
     name = "loss_targets"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._class: int | None = None

@@ -49,7 +49,7 @@ class ModelInputs(Check):
     """
 
     name = "model_inputs"
-    is_windowed = False
+    steps = "first"
 
     def _start(self) -> None:
         self._is_next = True

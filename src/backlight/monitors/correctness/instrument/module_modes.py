@@ -46,7 +46,7 @@ class ModuleModes(Check):
     """
 
     name = "module_modes"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._table: ParameterTable | None = None  # whose models had their classes looked at
@@ -57,8 +57,8 @@ class ModuleModes(Check):
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Read the mode of each model; those of all its modules only at an observed step, or at a change."""
-        scope = self.run.scope
-        if self.due and self._table is not scope.table:
+        scope, is_due = self.run.scope, self.due
+        if is_due and self._table is not scope.table:
             self._table = scope.table
             trained_models = scope.roots({id(p) for p in parameters_of(optimizer)})
             for name, module in (named for model in trained_models for named in walk(model)):
@@ -72,7 +72,7 @@ class ModuleModes(Check):
         before, self._modes = self._modes, [model.training for model in models]
         is_change = bool(before) and before != self._modes
         self._has_changed = self._has_changed or is_change
-        if not (self.due or (is_change and not all(self._modes))) or not scope.holds(optimizer):
+        if not (is_due or (is_change and not all(self._modes))) or not scope.holds(optimizer):
             return
         trained_ids = {id(p) for p in parameters_of(optimizer) if p.requires_grad}
         for model in models:
@@ -188,7 +188,7 @@ class EvaluationModes(Check):
     """
 
     name = "evaluation_modes"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._source = 0  # the data set of the last batch

@@ -74,7 +74,7 @@ class OptimizerRestarts(Check):
     """
 
     name = "optimizer_restarts"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._made = weakref.WeakKeyDictionary[Optimizer, _Made]()

@@ -109,7 +109,7 @@ class ReplicaDigests(Check):
     """
 
     name = "replicas"
-    is_windowed = False
+    steps = "all"
     needs_ranks = True
 
     def _start(self) -> None:

@@ -89,7 +89,7 @@ class RestoredState(Check):
     """Compares a checkpoint that is loaded with what the training run begins with."""
 
     name = "restored_state"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._states: list[_SavedState] = []

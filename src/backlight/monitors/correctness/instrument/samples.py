@@ -92,7 +92,7 @@ class Snapshot:
 def digest(batch: Any) -> str | None:
     """Return a digest of a sample of a batch's values; None where something in it cannot be read."""
     hasher = hashlib.blake2b(digest_size=8)
-    for _, leaf in leaves(batch):
+    for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
             if leaf.device.type != "cpu" or leaf.layout is not torch.strided:
                 return None

@@ -63,7 +63,7 @@ class ScheduleSteps(Check):
     """
 
     name = "schedule_steps"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._steps: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()  # of schedules
@@ -133,7 +133,7 @@ class ScheduleSteps(Check):
     def _count(self, optimizer: torch.optim.Optimizer) -> None:
         steps = self._optimizer_steps.get(optimizer, 0)
         self._optimizer_steps[optimizer] = steps + 1
-        for schedule in [s for s in self._steps if s.optimizer is optimizer]:
+        for schedule in [s for s in self._steps if s.optimizer is optimizer] if self._steps else ():
             now, before = self._since.get(id(schedule), (0, 0))
             self._since[id(schedule)] = (0, now)
             if now == before > 1 and schedule not in self._several:

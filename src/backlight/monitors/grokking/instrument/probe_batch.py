@@ -124,7 +124,7 @@ class KernelSeries:
             If the samples have too many outputs, or as :func:`backlight.ntk`.
         """
         model = existing(self._reference)
-        x, *others = [tensor for _, tensor in tensors(batch)]
+        x, *others = tensors(batch)
         with preserve_state(model), torch.no_grad():
             shown = model(x[:1])
         if not isinstance(shown, Tensor):

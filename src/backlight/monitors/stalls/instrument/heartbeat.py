@@ -29,6 +29,7 @@ from torch.autograd import function
 from backlight import clock
 from backlight.capture.hooks import Patches
 from backlight.capture.hub import HUB, Listener
+from backlight.capture.loss_graph import sequence_number
 from backlight.capture.unrecorded import BOARD_LENGTH, NUMBERS, write_phase
 from backlight.records import Phase
 from backlight.watchdog.graph_samples import GraphBuild
@@ -60,10 +61,8 @@ _NEVER = 2**63
 _now = clock.monotonic_ns
 
 
-def next_number() -> int:
-    """Return the sequence number of the next node of this thread, -1 where torch does not provide it."""
-    read = getattr(torch._C._autograd, "_get_sequence_nr", None)
-    return -1 if read is None else int(read())
+next_number = sequence_number or (lambda: -1)
+"""Returns the sequence number of the next node of this thread, -1 where torch does not provide it."""
 
 
 class BackwardPosition:
@@ -82,8 +81,11 @@ class BackwardPosition:
     def begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Count the nodes of a backward pass from ``roots``."""
         self.seal()
-        numbers = [root.grad_fn._sequence_nr() for root in roots if root.grad_fn is not None]
-        numbers = [number for number in numbers if number < _NEVER]
+        numbers = [
+            number
+            for root in roots
+            if root.grad_fn is not None and (number := root.grad_fn._sequence_nr()) < _NEVER
+        ]
         self._root = max(numbers, default=-1)
         slots = self._slots
         slots[Slot.NODES_DONE] = 0
@@ -335,7 +337,8 @@ class Heartbeat(Listener):
 
     def _prepare_backward(self) -> None:
         self._training_data = self._source
-        self._follow_parameters()
+        if self._hooked is not self._scope.table or not self._scope.table.records:
+            self._follow_parameters()
         if self._on_buckets is not None and not self._on_buckets():
             self._on_buckets = None
         slots = self._slots
@@ -350,7 +353,7 @@ class Heartbeat(Listener):
         if not self._scope.table.records:
             self._scope.refresh()
         table = self._scope.table
-        if table is self._hooked or not table.records:
+        if not table.records:
             return
         names = tuple(record.name for record in table.records)
         tensors = [table.tensor(row) for row in range(len(table))]

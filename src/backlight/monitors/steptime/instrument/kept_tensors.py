@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import call
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -94,7 +95,7 @@ class GraphMarks(Listener):
         if type(result) is torch.Tensor:  # most are: a search would take longer than the mark
             self._mark(kind, result.grad_fn)
             return
-        for _, output in tensors(result):
+        for output in tensors(result):
             self._mark(kind, output.grad_fn)
 
     def _mark(self, kind: str, node: Any) -> None:
@@ -111,21 +112,20 @@ class GraphMarks(Listener):
 
         The graph of the step before lives until the script gives its variable a new value: it does not count.
         """
-        rows = [row for kind in self._marks if (row := self._kept_of(kind)) is not None]
-        return max(rows, key=lambda row: row.until - row.since, default=None)
-
-    def _kept_of(self, kind: str) -> KeptGraphs | None:
-        marks = self._marks[kind]
-        if not marks:
-            return None
-        steps = [step for step in marks if step < self.step - 1]
-        alive = 0
-        while alive < len(steps) and [1 for mark in marks[steps[-1 - alive]] if mark() is not None]:
-            alive += 1
-        # What is before a graph that was released is in no row any more.
-        for step in steps[: max(len(steps) - alive, len(steps) - MAX_STEPS)]:
-            del marks[step]
-        return KeptGraphs(kind, steps[-alive], steps[-1], alive) if alive else None
+        longest = None
+        for kind, marks in self._marks.items():
+            steps = list(marks)
+            while steps and steps[-1] >= self.step - 1:
+                steps.pop()
+            alive = 0
+            while alive < len(steps) and any(map(call, marks[steps[-1 - alive]])):
+                alive += 1
+            # What is before a graph that was released is in no row any more.
+            for step in steps[: max(len(steps) - alive, len(steps) - MAX_STEPS)]:
+                del marks[step]
+            if alive and (longest is None or steps[-1] - steps[-alive] > longest.until - longest.since):
+                longest = KeptGraphs(kind, steps[-alive], steps[-1], alive)
+        return longest
 
 
 class KeptGraphTracker:

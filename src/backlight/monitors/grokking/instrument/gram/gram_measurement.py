@@ -138,7 +138,7 @@ class GramMeasurement:
         self.weights: Mapping[str, Tensor] | None = None
         self.combined: dict[str, Tensor] = {}
         self.random: list[Tensor] = []
-        shapes = tuple((path, tensor.shape, tensor.dtype) for path, tensor in tensors(self.batch))
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors(self.batch))
         self.schedule = CheckSchedule(self.model, self.loss_fn, (self.at_once, shapes))
         self.history = self.schedule.history
         self._reset()
