@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from backlight import codec
 from backlight.findings.evaluate import findings_of
@@ -13,9 +14,11 @@ from backlight.monitors.health.model.score import health_series
 from backlight.records import Finding
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
-from backlight.report.plots.writer import Written, write_plots
 from backlight.report.source import Source
 from backlight.store.read.run import Run, open_run
+
+if TYPE_CHECKING:
+    from backlight.report.plots.writer import Written
 
 
 def write_html(path: Path, target: Path) -> Path:
@@ -25,6 +28,8 @@ def write_html(path: Path, target: Path) -> Path:
 
 def write_pictures(path: Path, folder: Path) -> Written:
     """Write the panels of the run in ``path`` as SVG and PNG into ``folder``; return what was written."""
+    from backlight.report.plots.writer import write_plots  # noqa: PLC0415 - only here
+
     return write_plots(source_of(open_run(path)), folder)
 
 

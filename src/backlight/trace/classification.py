@@ -233,6 +233,9 @@ _PHASE_PATTERNS = tuple(
     )
 )
 
+LAYOUTS = {None: "-", True: "same", False: "differs"}
+"""What a table says of the memory order of a copy next to that of its source, by whether they are equal."""
+
 
 def phase_of(name: str) -> Phase | None:
     """Return the phase that a name marks, None if it marks none; ``backlight:forward`` marks forward."""

@@ -14,7 +14,7 @@ from typing import Any
 from backlight.answer import Column, Table, share, word
 from backlight.text import number, scaled
 from backlight.trace.analysis import RankAnalysis, TracedStep
-from backlight.trace.classification import distinct_names, short
+from backlight.trace.classification import LAYOUTS, distinct_names, short
 from backlight.trace.ranks import Group, Lateness, Ranks
 from backlight.trace.trace_diff import TraceDiff
 from backlight.trace.utilization import Idle
@@ -37,8 +37,6 @@ CAUSES = {
     "queued": "launched work waited for another stream or rank",
     "unknown": "for a reason that the trace does not show",
 }
-
-LAYOUTS = {None: "-", True: "same", False: "differs"}
 
 
 def ms(nanoseconds: float) -> str:

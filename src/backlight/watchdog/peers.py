@@ -18,10 +18,11 @@ from backlight import clock, codec
 from backlight.records import DiagnosisKind, Evidence, Finding
 from backlight.store.format.manifest import read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, watchdog_files
+from backlight.store.format.schema import STALL, STALL_VIEWS
 from backlight.watchdog.decision import decide
 from backlight.watchdog.diagnosis import Cause
 from backlight.watchdog.observation import Observation
-from backlight.watchdog.reports import ENDED, RESUMED, RULE, as_finding
+from backlight.watchdog.reports import ENDED, RESUMED, as_finding
 from backlight.watchdog.shared_state import StateSnapshot
 from backlight.watchdog.text import Diagnosis, describe
 
@@ -29,11 +30,9 @@ if TYPE_CHECKING:
     from backlight.store.read.run import Event
     from backlight.store.write.watchdog import WatchdogWriter
 
-EVENT = "stall_views"
-"""Event that holds the observations of one machine."""
-
 DIAGNOSED, ANSWERED, LEFT = "verdict", "answer", "leaves"
-"""Reason of such an event: a diagnosis made here, a question of another machine, the end of the last rank."""
+"""Reason of an event with what one machine observed: a diagnosis made here, a question of another one, the
+end of the last rank."""
 
 JOIN_WINDOW_S = 60.0
 """Time between the observations of two machines that may belong to one stall."""
@@ -127,7 +126,7 @@ class Peers:
     def publish(self, reason: str, host: HostObservation) -> None:
         """Store the observations of this machine."""
         step = max((o.state.step for o in host.observations if o.state is not None), default=None)
-        self._writer.event(step, EVENT, {"host": self._writer.host, "why": reason, **pack(host)})
+        self._writer.event(step, STALL_VIEWS, {"host": self._writer.host, "why": reason, **pack(host)})
 
     def ask(self, timeout_s: float) -> None:
         """Ask the other machines for their observations after a timeout has passed here."""
@@ -182,7 +181,7 @@ def stall_events(directory: Path, launch: str) -> tuple[Event, ...]:
     indices = {entry.index for entry in read_manifest(directory).attempts if entry.launch == launch}
     if not any(watchdog_files(directory / attempt_folder(index)) for index in indices):
         return ()
-    kinds = {RULE, EVENT, RESUMED, ENDED}
+    kinds = {STALL, STALL_VIEWS, RESUMED, ENDED}
     # The watchdog process, which starts with a training, reads no run.
     from backlight.store.read.run import open_run  # noqa: PLC0415
 
@@ -192,14 +191,14 @@ def stall_events(directory: Path, launch: str) -> tuple[Event, ...]:
 def newest_stall(events: Sequence[Event]) -> ReportedStall | None:
     """Return the newest stall among the events of one attempt, of all its machines; None where none is."""
     slow = DiagnosisKind.SLOW.value
-    made = [e for e in events if e.kind == RULE and e.payload.get("verdict") != slow]
+    made = [e for e in events if e.kind == STALL and e.payload.get("verdict") != slow]
     if not made:
         return None
     last = max(made, key=lambda event: event.time)
     ends = [e for e in events if e.kind in {RESUMED, ENDED} and e.time > last.time]
     over = "; ".join(f"rank {e.payload.get('rank')} {e.payload.get('how')}" for e in ends)
     # A machine stores its observations after its diagnosis.
-    joint = [j for j in joint_stalls(e for e in events if e.kind == EVENT) if j.time >= last.time]
+    joint = [j for j in joint_stalls(e for e in events if e.kind == STALL_VIEWS) if j.time >= last.time]
     payload = last.payload
     claim, rank, verdict = str(payload.get("claim", "")), payload.get("rank"), payload.get("verdict")
     unobserved = payload.get("unobserved")
@@ -227,7 +226,9 @@ class JointStall:
     @property
     def finding(self) -> Finding:
         """The stall as a finding."""
-        evidence = Evidence(f"events/{EVENT}", step=self.step, value=f"observed on {', '.join(self.hosts)}")
+        evidence = Evidence(
+            f"events/{STALL_VIEWS}", step=self.step, value=f"observed on {', '.join(self.hosts)}"
+        )
         return as_finding(self.diagnosis, self.step, (evidence,))
 
 

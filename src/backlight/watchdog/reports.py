@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from backlight import clock, codec
 from backlight.processes import ProcessEnd
 from backlight.records import DiagnosisKind, Evidence, Finding, Made, Severity, Subject
+from backlight.store.format.schema import STALL
 from backlight.terminal import write
 from backlight.watchdog import stacks
 from backlight.watchdog.diagnosis import Cause, Decision
@@ -23,7 +24,6 @@ from backlight.watchdog.words import end_text
 if TYPE_CHECKING:
     from backlight.store.write.watchdog import WatchdogWriter
 
-RULE = "stall"
 VERSION = 1
 
 RESUMED, ENDED = "stall_over", "stall_ended"
@@ -41,7 +41,7 @@ def as_finding(diagnosis: Diagnosis, step: int | None, evidence: Sequence[Eviden
     """Return a diagnosis as a finding: an error, unless the rank is slow or the diagnosis uncertain."""
     title, detail = title_and_detail(diagnosis)
     return Finding(
-        rule=RULE,
+        rule=STALL,
         monitor="stalls",
         severity=_SEVERITY.get(diagnosis.kind, Severity.ERROR),
         title=title,
@@ -87,7 +87,7 @@ def emit(
     world_size = max((o.state.world_size for o in observations if o.state is not None), default=0)
     writer.event(
         state.step if state is not None else None,
-        RULE,
+        STALL,
         {
             "verdict": diagnosis.kind.value,
             "confidence": diagnosis.confidence,

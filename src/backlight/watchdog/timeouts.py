@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from backlight.findings.limits import Limits, limit
 from backlight.records import Phase
-from backlight.watchdog.shared_state import StateSnapshot
+
+if TYPE_CHECKING:
+    from backlight.watchdog.shared_state import StateSnapshot
 
 EXEMPT_PHASES = frozenset({Phase.EVALUATION, Phase.CHECKPOINT})
 """Phases without a diagnosis: their duration depends on the amount of data, or on the disk.

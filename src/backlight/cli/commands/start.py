@@ -120,7 +120,6 @@ def report(
     place, and the exit code is 2.
     """
     from backlight.analysis import report as run_report
-    from backlight.diagnose.test_matrix import report as matrix_report
     from backlight.report.panel import report_panel_warnings
     from backlight.store.read.remote import mirror_of
 
@@ -131,14 +130,17 @@ def report(
     path = given_or_latest(path)
     folder = path if mirror_of(path) is None else Path()  # a copy of a URL is removed at the end
     target = out if out is not None else folder / f"report.{form}"
-    if matrix_report.is_matrix(path):
-        if plots is not None:
-            raise ValueError(f"report: {path} is a test matrix, which has no charts; leave out --plots")
-        if bundle is not None:
-            write(matrix_report.write_bundle(path, bundle))
-        else:
-            write(matrix_report.write_report(path, target, as_html=form == "html"))
-        return
+    if (path / "plan.toml").is_file():  # else that package is not needed
+        from backlight.diagnose.test_matrix import report as matrix_report
+
+        if matrix_report.is_matrix(path):
+            if plots is not None:
+                raise ValueError(f"report: {path} is a test matrix, which has no charts; leave out --plots")
+            if bundle is not None:
+                write(matrix_report.write_bundle(path, bundle))
+            else:
+                write(matrix_report.write_report(path, target, as_html=form == "html"))
+            return
     with report_panel_warnings() as failed:
         if bundle is not None:
             write(run_report.write_bundle(path, bundle))

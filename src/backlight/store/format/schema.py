@@ -224,6 +224,12 @@ def unit_of_scalar(name: str, source: str = "backlight") -> str:
 THINNED = "thinned"
 """Event with the step ``before`` which scalars of every step are means of ``every`` steps."""
 
+STALL = "stall"
+"""Rule of the diagnosed stalls, and kind of the event of each."""
+
+STALL_VIEWS = "stall_views"
+"""Kind of the events with what the ranks of one machine showed in a stall, which the others join."""
+
 COST = "cost"
 """Kind of the events with the seconds that the start and the end of a watch took, by part."""
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from backlight.answer import Column, Table, calls, ms, share, word
 from backlight.text import count, duration, percent, scaled, size
-from backlight.trace.classification import ENGINE
-from backlight.trace.tables import LAYOUTS
+from backlight.trace.classification import ENGINE, LAYOUTS
 
 SMALL = 0.005
 """Share of a phase from which an operator is shown, and of a step from which a module of the tree is."""
