@@ -23,14 +23,13 @@ from torch import profiler
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
-from backlight.capture.step_sink import StepSink
 from backlight.capture.steps import StepTracker
 from backlight.diagnose.profile.ranges import LineRanges, ModuleRanges, PhaseRanges
 
 
 def clock(training: Training, pairs: int) -> tuple[list[float], list[float]]:
     """Return ratios of steps with the clock to steps without, and the shares that its hooks took."""
-    tracker = StepTracker(Scope([training.model], [training.optimizer]), StepSink())
+    tracker = StepTracker(Scope([training.model], [training.optimizer]))
     forwards = Forwards()
     ratios, shares = [], []
     for number in range(pairs + 4):
@@ -62,7 +61,7 @@ def traced(training: Training, repeats: int, *, ranges: bool, lines: bool, **opt
     for _ in range(repeats):
         plain = training.step()[0]
         modules, phases, line = ModuleRanges(), PhaseRanges(), LineRanges()
-        tracker = StepTracker(Scope([training.model], [training.optimizer]), StepSink())
+        tracker = StepTracker(Scope([training.model], [training.optimizer]))
         with profiler.profile(activities=[profiler.ProfilerActivity.CPU], **options):
             training.step()  # pays for the start
             if ranges:

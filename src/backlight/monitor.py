@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from backlight.capture.hub import Listener
     from backlight.capture.parameters import ParameterTable, Scope
-    from backlight.capture.step_sink import StepSummary
+    from backlight.capture.step_summary import StepSummary
     from backlight.records import Finding, ParameterRecord
     from backlight.session.attached_run import AttachedRun
     from backlight.session.settings import Settings
@@ -153,7 +153,7 @@ class RunHandle:
         self._session, self._monitor = session, monitor
         self.settings, self.arguments, self.samples = session.settings, arguments, samples
         self.scope: Scope = session.scope
-        self.clock: StepClock = session.tracker
+        self.clock: StepClock = session.recorder
         self.recorder: Recorder = session.results
         self.writer, self.notifier = session.writer, session.notifier
         self.path, self.rank = session.writer.path, session.writer.rank
@@ -195,7 +195,7 @@ class RunHandle:
 
         A later action replaces it.
         """
-        self._session.tracker.call_before_steps(action)
+        self._session.recorder.call_before_steps(action)
 
     def stopped(self, finding: Finding) -> None:
         """Record that ``finding`` ends the run."""

@@ -1,44 +1,40 @@
-"""A step sink that stores clones of what a step tracker passes to it."""
+"""A step tracker that stores clones of what it collects."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
-from backlight.capture.step_sink import StepSink, StepSummary
+from backlight.capture.step_summary import StepSummary
 from backlight.capture.steps import StepTracker
 from backlight.session.step_scalars import StepRow, StepScalars
 
 
-@dataclass
-class Sink(StepSink):
-    """Implements ``StepSink``; ``grads`` holds one dictionary by parameter name per step."""
+class Recording(StepTracker):
+    """Records every step; ``grads`` holds one dictionary by parameter name per step."""
 
-    scope: Scope
-    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
-    summaries: list[StepSummary] = field(default_factory=list)
-    collections: int = 0
-    updates: int = 0
-    error: Exception | None = None
-    every_step: StepScalars = field(default_factory=StepScalars)
+    def __init__(self, scope: Scope) -> None:
+        self.scope, self.scalars = scope, StepScalars()
+        super().__init__(scope, self.scalars)
+        self.grads: list[dict[str, Tensor | None]] = []
+        self.summaries: list[StepSummary] = []
+        self.raised: list[Exception] = []
+        self.collections = self.updates = 0
+        self.error: Exception | None = None
 
-    @property
-    def scalars(self) -> StepScalars:
-        return self.every_step
+    def dropped(self, error: Exception) -> None:
+        self.raised.append(error)
 
     def step_opens(self, index: int) -> bool:
         self.grads.append({})
         return True
 
-    def collect(
-        self, parameters: Sequence[Tensor], scale: Tensor | float | None, summary: StepSummary
-    ) -> None:
+    def collect(self, parameters: Sequence[Tensor], scale: Tensor | float | None) -> None:
         self.collections += 1
         if self.error is not None:
             raise self.error
@@ -66,18 +62,14 @@ class Sink(StepSink):
 @contextmanager
 def tracking(
     *, models: Sequence[torch.nn.Module] = (), optimizers: Sequence[torch.optim.Optimizer] = ()
-) -> Iterator[Sink]:
-    scope = Scope(models, optimizers)
-    sink = Sink(scope)
-    tracker = StepTracker(scope, sink)
-    tracker.raised = []
-    tracker.dropped = tracker.raised.append
+) -> Iterator[Recording]:
+    tracker = Recording(Scope(models, optimizers))
     tracker.start()
     if not optimizers:
         HUB.optimizers.scan()
     try:
-        yield sink
+        yield tracker
     finally:
         tracker.finish()
-    if sink.error is None:
+    if tracker.error is None:
         assert not tracker.raised, tracker.raised

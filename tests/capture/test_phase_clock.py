@@ -14,7 +14,7 @@ from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.parameters import Scope
 from backlight.capture.phase_clock import PhaseClock
-from backlight.capture.step_sink import ScalarSink, StepSummary
+from backlight.capture.step_summary import StepSummary
 from backlight.capture.steps import StepTracker
 from backlight.records import Phase
 
@@ -111,10 +111,11 @@ def test_step_begins_where_the_previous_one_ended(times: Times) -> None:
     assert clock.take() == ({"backward": 1}, 3)
 
 
-class Sink:
-    """Step sink that stores the summaries."""
+class Recorded(StepTracker):
+    """Stores the summaries."""
 
-    def __init__(self) -> None:
+    def __init__(self, scope: Scope) -> None:
+        super().__init__(scope)
         self.summaries: list[StepSummary] = []
 
     def step_opens(self, index: int) -> bool:
@@ -122,11 +123,6 @@ class Sink:
 
     def step_closes(self, summary: StepSummary) -> None:
         self.summaries.append(summary)
-
-    scalars = ScalarSink()
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_args, **_kwargs: None
 
 
 NAP = 0.02
@@ -169,14 +165,13 @@ def tracked() -> Iterator[Callable[..., list[StepSummary]]]:
     def track(
         model: nn.Module, optimizer: torch.optim.Optimizer, train: Callable[[], None]
     ) -> list[StepSummary]:
-        sink, forwards = Sink(), Forwards()
-        tracker = StepTracker(Scope([model], [optimizer]), sink)
+        tracker, forwards = Recorded(Scope([model], [optimizer])), Forwards()
         tracker.start()
         forwards.follow([model])
         attached.extend((tracker, forwards))
         train()
         tracker.finish()
-        return sink.summaries
+        return tracker.summaries
 
     yield track
     for tracker, forwards in zip(attached[::2], attached[1::2], strict=True):

@@ -35,7 +35,7 @@ from backlight.interrupts import is_interrupt
 from backlight.records import Phase
 
 if TYPE_CHECKING:
-    from backlight.capture.step_sink import ScalarSink
+    from backlight.capture.step_summary import ScalarSink
 
 
 class UserError(BaseException):

@@ -19,7 +19,7 @@ from backlight.capture.loss_graph import addends, is_divided
 from backlight.capture.optimizers import OpenSteps, ReachedOptimizers, UpdatesByHand, leaves_below
 from backlight.capture.parameters import settled
 from backlight.capture.phase_clock import PhaseEvents
-from backlight.capture.step_sink import StepSink, StepSummary
+from backlight.capture.step_summary import ScalarSink, StepSummary
 from backlight.capture.training_stop import StopTraining
 from backlight.capture.unrecorded import COUNTED_STEP_S, FORWARDS, PLAIN_STEPS, UnrecordedSteps
 from backlight.devices import is_capturing_graph
@@ -31,20 +31,27 @@ if TYPE_CHECKING:
 
 
 class StepTracker(PhaseEvents):
-    """Follows the events of the optimizers in ``scope``, drives ``sink``, and moves the phase clock.
+    """Follows the events of the optimizers in ``scope``, and moves the phase clock.
 
-    ``per_backward`` also reports the end of every single backward (accumulation). The script is ended by
-    :class:`StopTraining` when a step after ``max_steps`` begins. ``backwards`` counts backward passes.
+    A subclass decides which steps are recorded, and overrides what is called in those; here that does
+    nothing. ``scalars`` takes the scalars of every step. ``per_backward`` also reports the end of every
+    single backward (accumulation). The script is ended by :class:`StopTraining` when a step after
+    ``max_steps`` begins. ``backwards`` counts backward passes.
     """
 
     every_step = False
 
     def __init__(
-        self, scope: Scope, sink: StepSink, *, per_backward: bool = False, max_steps: int | None = None
+        self,
+        scope: Scope,
+        scalars: ScalarSink | None = None,
+        *,
+        per_backward: bool = False,
+        max_steps: int | None = None,
     ) -> None:
         super().__init__()
         self._scope = scope
-        self._sink, self._scalars = sink, sink.scalars
+        self._scalars = ScalarSink() if scalars is None else scalars
         self._per_backward = per_backward
         self._max_steps = max_steps
         self._index = -1
@@ -108,7 +115,7 @@ class StepTracker(PhaseEvents):
         parameters = self._scope.parameters()
         # Of a model that is gone, nothing is left; of several models, a part would count as the whole.
         is_whole = self._was_whole and len(parameters) == len(self._scope.table)
-        self._sink.run_ends(self._index - 1, parameters, has_begun=self.in_step, is_whole=is_whole)
+        self.run_ends(self._index - 1, parameters, has_begun=self.in_step, is_whole=is_whole)
 
     def model_freed(self) -> None:
         """Measure what the last step has left in it, before it is gone."""
@@ -154,7 +161,7 @@ class StepTracker(PhaseEvents):
         self._refreshed, self._is_plain, self._is_whole = False, True, True
         self._clips, self._has_set = 0, False
         self._summary = StepSummary(self._index)
-        self._recording = self._sink.step_opens(self._index) and not is_capturing_graph()
+        self._recording = self.step_opens(self._index) and not is_capturing_graph()
 
     def _skip_capture(self) -> None:
         """Record nothing of a step in a graph under capture, which an event or a copy would end."""
@@ -175,7 +182,7 @@ class StepTracker(PhaseEvents):
         summary.backwards_seen = self.backwards
         summary.phases, summary.seconds = self._clock.take()
         if self._recording:
-            self._sink.step_closes(summary)
+            self.step_closes(summary)
         else:
             self._scalars.close(self._index)
         self._was_whole = self._is_whole and self._is_alone
@@ -193,7 +200,7 @@ class StepTracker(PhaseEvents):
         """Observe nothing of the open step and those after it, up to the next that is needed."""
         if self._recording or seconds > COUNTED_STEP_S or self._plain_steps < PLAIN_STEPS:
             return
-        until = self._sink.next_step(self._index)
+        until = self.next_step(self._index)
         if self._max_steps is not None:
             until = min(until, self._max_steps)
         if until <= self._index + 1:
@@ -320,7 +327,7 @@ class StepTracker(PhaseEvents):
             self._by_hand.note(parameters)
             self._collect(parameters, None)
         if self._per_backward:
-            self._sink.backward_ended(parameters, self._summary.backwards - 1)
+            self.backward_ended(parameters, self._summary.backwards - 1)
 
     def unscaled(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
         """Collect: the gradients have their true size now, and nothing else has touched them."""
@@ -343,7 +350,7 @@ class StepTracker(PhaseEvents):
         for optimizer in stepped:
             self._scalars.add_rates(self._scope.number(optimizer), optimizer.param_groups)
         self._recording = False
-        self._sink.step_replayed(self._index)
+        self.step_replayed(self._index)
         self._close()
 
     def grad_end(self) -> None:
@@ -418,7 +425,7 @@ class StepTracker(PhaseEvents):
         whole = self._summary.backwards and not HUB.optimizers.goes_on
         if not has_closure or whole:  # else they come with the first evaluation
             self._collect([*parameters, *self._scope.orphans()], self._scale_inside(optimizer), at_step=True)
-        self._sink.update_begins(parameters)
+        self.update_begins(parameters)
 
     def closure_end(self, optimizer: torch.optim.Optimizer) -> None:
         """Collect after the first evaluation of a closure."""
@@ -437,7 +444,7 @@ class StepTracker(PhaseEvents):
             spent[number] = spent.get(number, 0.0) + since
         self._stepped.add(id(optimizer))
         if self._recording:
-            self._sink.update_ends()
+            self.update_ends()
         is_last = self._scope.alone() and id(optimizer) not in self._made
         if is_last and not self._scaling and not HUB.backward_depth:
             self._count(optimizer, self._close())
@@ -468,7 +475,7 @@ class StepTracker(PhaseEvents):
     def _refresh(self) -> None:
         self._refreshed = True
         if self._scope.refresh():
-            self._sink.parameters_changed()
+            self.parameters_changed()
 
     def _note_scale(self, scaler: Any) -> None:
         scale = scale_of(scaler)
@@ -504,4 +511,44 @@ class StepTracker(PhaseEvents):
             table = self._scope.table
             records = [table.records[row] for row in table.rows_of(missing) if row is not None]
             self._summary.without_gradient += records
-        self._sink.collect(fresh, scale, self._summary)
+        self.collect(fresh, scale)
+
+    # For a subclass
+
+    def step_opens(self, index: int) -> bool:
+        """Return whether this step is to be recorded."""
+        return False
+
+    def next_step(self, index: int) -> int:
+        """Return the first step after ``index``, which is not recorded, that has to be observed."""
+        return index + 1
+
+    def collect(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None) -> None:
+        """Measure the gradients of ``parameters`` now; they are unchanged since backward."""
+
+    def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Parameters are about to be updated."""
+
+    def update_ends(self) -> None:
+        """Parameters have been updated."""
+
+    def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
+        """Backward number ``index`` of the step is over; only with ``per_backward``."""
+
+    def step_closes(self, summary: StepSummary) -> None:
+        """Receive the summary of a recorded step."""
+
+    def step_replayed(self, index: int) -> None:
+        """A step ran in a replayed graph: only its losses and learning rates are known."""
+
+    def run_ends(
+        self, step: int, parameters: Sequence[torch.Tensor], *, has_begun: bool, is_whole: bool
+    ) -> None:
+        """No step follows ``step``, of which the gradients may be left.
+
+        ``has_begun`` is whether the one after it has begun, ``is_whole`` whether nothing but clipping and the
+        optimizer can have changed the gradients since their backward pass.
+        """
+
+    def parameters_changed(self) -> None:
+        """The parameter table of the scope is a new one."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from backlight.records import Phase
 
 if TYPE_CHECKING:
-    from backlight.capture.step_sink import ScalarSink
+    from backlight.capture.step_summary import ScalarSink
 
 PLAIN_STEPS = 3
 """Steps of one optimizer, with a backward and nothing else, after which unrecorded ones are only counted."""

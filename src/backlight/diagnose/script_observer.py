@@ -13,7 +13,6 @@ from backlight.capture.forward import ScopeForwards
 from backlight.capture.hooks import Patches
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.parameters import Scope
-from backlight.capture.step_sink import StepSink
 from backlight.capture.steps import StepTracker
 from backlight.diagnose.node_origin import Origins
 
@@ -127,7 +126,7 @@ class ScriptObserver(Listener):
         return self._max_steps is not None and self.steps >= self._max_steps
 
 
-class StepObserver(StepTracker, StepSink):
+class StepObserver(StepTracker):
     """Follows the steps and the models of a script, and ends it with ``stop``; a context manager around it.
 
     ``forwards`` follows the models that the script trains; ``trouble`` lists what is missing, and why.
@@ -137,7 +136,7 @@ class StepObserver(StepTracker, StepSink):
 
     def __init__(self, stop: Callable[[], None]) -> None:
         self.scope = Scope()
-        super().__init__(self.scope, self)
+        super().__init__(self.scope)
         self.forwards = ScopeForwards(self.scope, keeps=True)
         self.trouble: list[str] = []
         self._stop = stop

@@ -12,7 +12,6 @@ import torch
 from backlight import clock
 from backlight.capture.forward import ScopeForwards
 from backlight.capture.hub import HUB, NextEvent
-from backlight.capture.steps import StepTracker
 from backlight.devices import has_async_copies
 from backlight.measure.transfer import first_number, start_copy
 from backlight.monitor import RunHandle, Samples
@@ -78,11 +77,8 @@ class AttachedRun:
         self.findings: list[Finding] | None = None
         self.stopped_by: Finding | None = None
         self.sampling = Sampling(settings.every)
-        self.recorder = StepRecorder(scope, self.sampling, monitors, notifier)
-        self.tracker = StepTracker(
-            scope, self.recorder, per_backward=monitors.want_backwards, max_steps=settings.steps
-        )
-        notifier.clock = self.tracker
+        self.recorder = StepRecorder(scope, self.sampling, monitors, notifier, max_steps=settings.steps)
+        notifier.clock = self.recorder
         self.scope, self._forwards, self.results = scope, ScopeForwards(scope), ResultQueue()
         self.thread = WriterThread(
             self.recorder,
@@ -106,20 +102,20 @@ class AttachedRun:
         # Before the end is evaluated, every step that was handed over has to be in the store.
         self.thread.start()
         self._on_exit(lambda: self.thread.stop(HURRIED_TIMEOUT_S if self._is_hurried else STOP_TIMEOUT_S))
-        # First in the hub: at an event that ends a step, the tracker closes it before any monitor counts the
+        # First in the hub: at an event that ends a step, the recorder closes it before any monitor counts the
         # event to the next one.
-        HUB.add(self.tracker, self.notifier.trouble)
-        self._on_exit(lambda: HUB.remove(self.tracker))
+        HUB.add(self.recorder, self.notifier.trouble)
+        self._on_exit(lambda: HUB.remove(self.recorder))
         if self._finds_optimizers:
             HUB.optimizers.scan()
         self._on_exit(self._forwards.stop)
         # While the writer thread runs: what a monitor has left is stored by it.
-        self._on_exit(self.recorder.finish, lambda: self.monitors.detach(self._error))
+        self._on_exit(self.recorder.release, lambda: self.monitors.detach(self._error))
         self.monitors.attach(lambda monitor: RunHandle(self, monitor, samples, arguments))
-        # Monitors see the start of step 0 and the end of the last step: the tracker starts after them and
+        # Monitors see the start of step 0 and the end of the last step: the recorder starts after them and
         # stops first.
-        self._on_exit(self._report_threads, self.tracker.finish)
-        self.tracker.start()
+        self._on_exit(self._report_threads, self.recorder.finish)
+        self.recorder.start()
 
     def close(self, error: BaseException | None) -> bool:
         """Detach everything, evaluate the rules and close the run; False in a forked child.
@@ -157,7 +153,7 @@ class AttachedRun:
             else value
             for name, value in numbers.items()
         }
-        self.recorder.logged.append((max(self.tracker.done - 1, 0), on_their_way))
+        self.recorder.logged.append((max(self.recorder.done - 1, 0), on_their_way))
 
     def record_cost(self, part: str, seconds: float) -> None:
         """Record the seconds that the start or the end of the watch took."""
@@ -211,7 +207,7 @@ class AttachedRun:
         """Record the next steps in detail, and report the alarm to every monitor."""
         if step > self._alarmed:
             self._alarmed = step + self.settings.detail
-            self.sampling.detail(self.tracker.index, self.settings.detail)
+            self.sampling.detail(self.recorder.index, self.settings.detail)
             HUB.resume_soon()
             self.notifier.event("detail", {"steps": self.settings.detail, "cause": cause}, step)
         self.monitors.call("on_alarm", step, cause)
@@ -236,7 +232,7 @@ class AttachedRun:
             self._lack("what followed", reason, reason)
 
     def _lack(self, what: str, reason: str, lacks: str) -> None:
-        self.notifier.event(UNMEASURED, {"what": what, "reason": reason, "lacks": lacks}, self.tracker.index)
+        self.notifier.event(UNMEASURED, {"what": what, "reason": reason, "lacks": lacks}, self.recorder.index)
 
     def _finish(self) -> None:
         """Evaluate the rules on what is stored, and close the run."""
@@ -260,16 +256,16 @@ class AttachedRun:
         if self._error is not None:
             payload = description(self._error, self.settings.redact)
             self._ending = summary_of(self._error, payload["line"])
-            self.writer.event(self.tracker.index, EXCEPTION, payload)
+            self.writer.event(self.recorder.index, EXCEPTION, payload)
 
     def _evaluate(self, *, failed: bool) -> None:
         writer = self.writer
         with self.notifier.shield():
             self.monitors.call("on_all_stored", failed=failed)
-            if nothing := why_no_step(self.tracker, self.scope, self._ending):
+            if nothing := why_no_step(self.recorder, self.scope, self._ending):
                 self.notifier.unmeasured("gradient", nothing)
                 # A crash in the first backward is what the run was made for.
-                is_crash = self._error is not None and self.tracker.backwards
+                is_crash = self._error is not None and self.recorder.backwards
                 if self._is_script and not is_crash and holds_nothing(writer):
                     self.removed = nothing
             writer.flush_all()

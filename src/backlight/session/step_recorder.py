@@ -1,4 +1,4 @@
-"""The step's path: from the step tracker over the monitors to the queue of the writer thread.
+"""The step's path: from its events over the monitors to the queue of the writer thread.
 
 Nothing here waits for a device, reads a number or touches a file: a record holds references, and results that
 may still be on a device. Host numbers and arrays are made by the writer thread.
@@ -19,7 +19,8 @@ from backlight import clock
 from backlight.capture.hub import HUB
 from backlight.capture.left_gradients import LeftGradients
 from backlight.capture.parameters import PLAIN, local
-from backlight.capture.step_sink import StepSink, StepSummary
+from backlight.capture.step_summary import StepSummary
+from backlight.capture.steps import StepTracker
 from backlight.devices import WorkTimer
 from backlight.distributed import world
 from backlight.measure.transfer import AsyncCopy, Slot, TransferBatch, first_number
@@ -157,14 +158,16 @@ def _ignore() -> None:
     pass
 
 
-class StepRecorder(StepSink):
-    """Turns what the tracker finds into step records.
+class StepRecorder(StepTracker):
+    """Records the steps that the sampling or a monitor wants.
 
     ``scalars`` holds completed steps, with their records where there is one, and ``logged`` scalars of the
-    user by step, for the writer thread. ``dropped`` counts records that were dropped because the disk was too
-    slow, ``stored`` those that the writer thread has taken. ``on_backlog`` is called when a quarter of those
-    that may wait for that thread do.
+    user by step, for the writer thread. ``dropped_records`` counts those for which the disk was too slow,
+    ``stored`` those that the writer thread has taken. ``on_backlog`` is called when a quarter of those that
+    may wait for that thread do.
     """
+
+    _scalars: StepScalars
 
     def __init__(
         self,
@@ -172,9 +175,11 @@ class StepRecorder(StepSink):
         sampling: Sampling,
         monitors: MonitorSet,
         notifier: Notifier,
+        *,
+        max_steps: int | None = None,
     ) -> None:
-        self._scope, self._sampling = scope, sampling
-        self._monitors, self._notifier = monitors, notifier
+        super().__init__(scope, StepScalars(), per_backward=monitors.want_backwards, max_steps=max_steps)
+        self._sampling, self._monitors, self._notifier = sampling, monitors, notifier
         self._is_known = False
         self._record: StepRecord | None = None
         self._time, self._device_work = ProcessorTime(), WorkTimer()
@@ -188,11 +193,10 @@ class StepRecorder(StepSink):
         self._has_replayed = False
         self._reported_by_hand = False
         self._reported_missing: set[str] = set()
-        self._scalars = StepScalars()
         self._trainable: dict[str, bool] = {}
         self._reported_flags: set[tuple[str, bool]] = set()
         self.logged: deque[tuple[int, dict[str, Any]]] = deque()
-        self.dropped = self.stored = 0
+        self.dropped_records = self.stored = 0
         self.on_backlog: Callable[[], None] = _ignore
         self._room = MAX_QUEUED_RECORDS
 
@@ -209,14 +213,14 @@ class StepRecorder(StepSink):
     @property
     def is_behind(self) -> bool:
         """Whether so many steps wait for the writer thread that it should not pause."""
-        waiting = self._recorded - self.dropped - self.stored
+        waiting = self._recorded - self.dropped_records - self.stored
         return waiting > self._room // 4 or len(self._scalars.queue) > MAX_QUEUED_STEPS // 4
 
     def _spent(self) -> float:
         """Return the seconds that the watch has taken so far; hooks of monitors run inside listeners."""
         return HUB.spent - self._spent_until + self._monitors.accounted()
 
-    def finish(self) -> None:
+    def release(self) -> None:
         """Announce the parameters of a run without a second step, and drop what is the script's."""
         self._announce_parameters()
         self._left = LeftGradients()
@@ -305,11 +309,9 @@ class StepRecorder(StepSink):
             self._report_partial()
         return gradients
 
-    def collect(
-        self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, summary: StepSummary
-    ) -> None:
+    def collect(self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None) -> None:
         """Measure gradients as backward left them."""
-        record = self._current()
+        record, summary = self._current(), self._summary
         # What the step has done so far, by which larger norms and losses are explained.
         record.scalars["forwards"], record.scalars["addends"] = summary.forwards, summary.addends
         device = parameters[0].device if parameters else None
@@ -374,9 +376,9 @@ class StepRecorder(StepSink):
         if summary.without_gradient:
             self._report_missing(summary.without_gradient)
         self._report_without_backward(summary.backwards)
-        waiting = self._recorded - self.dropped - self.stored
+        waiting = self._recorded - self.dropped_records - self.stored
         has_room = waiting < self._room
-        self.dropped += not has_room
+        self.dropped_records += not has_room
         if waiting == self._room // 4:
             self.on_backlog()
         self._scalars.close(self._step, record if has_room else None)

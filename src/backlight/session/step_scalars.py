@@ -17,7 +17,7 @@ import torch
 
 from backlight import devices
 from backlight.capture.parameters import PLAIN, settled
-from backlight.capture.step_sink import ScalarSink
+from backlight.capture.step_summary import ScalarSink
 from backlight.capture.training_threads import count_modes, outside_modes
 from backlight.interrupts import is_interrupt
 from backlight.measure.transfer import AsyncCopy, start_copy

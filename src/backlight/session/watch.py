@@ -297,7 +297,7 @@ class Watch:
     def step(self) -> int:
         """Number of completed optimizer steps."""
         self._require_start("step")
-        return 0 if self._attached is None or self._abandoned else self._attached.tracker.done
+        return 0 if self._attached is None or self._abandoned else self._attached.recorder.done
 
     @property
     def findings(self) -> Findings:
@@ -329,13 +329,13 @@ class Watch:
         self._require_start("mark_step")
         if self._depth and self._attached is not None and not self._attached.is_abandoned:
             with self._notifier.shield():
-                self._attached.tracker.mark_step()
+                self._attached.recorder.mark_step()
 
     def check_limit(self) -> None:
         """Raise :class:`StopTraining` once the requested steps are done."""
         self._require_start("check_limit")
         if self._attached is not None:
-            self._attached.tracker.check_limit()
+            self._attached.recorder.check_limit()
 
 
 @suggest_keywords

@@ -187,7 +187,7 @@ class WriterThread:
             self._monitors.call("on_scalars_logged", step, numbers)
         self._results.write(self._writer)
         self._writer.reach(self._recorder.completed - 1)
-        dropped = self._recorder.dropped + self._recorder.scalars.dropped
+        dropped = self._recorder.dropped_records + self._recorder.scalars.dropped
         if dropped > self._dropped:
             payload = {"steps": dropped - self._dropped, "reason": "the disk is too slow"}
             self._writer.event(None, DROPPED, payload)

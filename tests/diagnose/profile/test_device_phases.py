@@ -9,7 +9,6 @@ from torch import nn
 from backlight.capture.forward import Forwards
 from backlight.capture.hub import HUB
 from backlight.capture.parameters import Scope
-from backlight.capture.step_sink import StepSink
 from backlight.capture.steps import StepTracker
 from backlight.diagnose.profile.observer import MAX_PENDING_STEPS, DevicePhases
 from backlight.records import Phase
@@ -100,7 +99,7 @@ def test_long_backward_on_a_device_is_measured_as_backward() -> None:
     model = nn.Linear(512, 512, device="cuda")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     phases, forwards = DevicePhases(), Forwards()
-    tracker = StepTracker(Scope([model], [optimizer]), StepSink())
+    tracker = StepTracker(Scope([model], [optimizer]))
     tracker.start()
     HUB.add(phases)
     forwards.follow([model])

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from backlight import devices
 from backlight.capture.hub import HUB
 from backlight.capture.modules import live_objects
-from backlight.capture.step_sink import StepSummary
+from backlight.capture.step_summary import StepSummary
 from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter
 from backlight.diagnose.memory.recorder import MemoryRecorder
 from backlight.diagnose.memory.result import (

@@ -19,7 +19,7 @@ import torch
 from backlight import devices
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.hub import HUB, Listener
-from backlight.capture.step_sink import StepSummary
+from backlight.capture.step_summary import StepSummary
 from backlight.devices import is_capturing_graph, timing_event
 from backlight.diagnose.profile.line_samples import LineSampler
 from backlight.diagnose.profile.optimizations import LiveObjects, read_live_objects

@@ -18,7 +18,7 @@ from backlight.processes import available_memory
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
-    from backlight.capture.step_sink import StepSummary
+    from backlight.capture.step_summary import StepSummary
     from backlight.session.settings import Settings
     from backlight.session.step_recorder import StepRecord
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from backlight.capture.step_sink import StepSummary
+    from backlight.capture.step_summary import StepSummary
     from backlight.measure.noise_scale import NoiseScale
     from backlight.monitors.spectra.instrument.microbatch_noise import MicrobatchMeasurement
     from backlight.session.settings import Settings

@@ -33,7 +33,7 @@ from backlight.records import Phase
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from backlight.capture.step_sink import StepSummary
+    from backlight.capture.step_summary import StepSummary
     from backlight.session.step_recorder import StepRecord
 
 MIN_PAUSE_S = 1e-3

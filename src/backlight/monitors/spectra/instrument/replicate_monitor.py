@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from backlight.capture.parameters import ParameterTable
-    from backlight.capture.step_sink import StepSummary
+    from backlight.capture.step_summary import StepSummary
     from backlight.session.step_recorder import StepRecord
 
 _ASSUMED_MICROBATCHES = 8

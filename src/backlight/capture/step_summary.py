@@ -1,4 +1,4 @@
-"""What a step hands to the session: its gradients while it goes on, and a summary at its end."""
+"""What a step tracker collects: the summary of a step that is recorded, and the scalars of every step."""
 
 from __future__ import annotations
 
@@ -73,58 +73,3 @@ class ScalarSink:
 
     def close(self, step: int) -> None:
         """End a step that is not recorded."""
-
-
-_IGNORED = ScalarSink()
-
-
-class StepSink:
-    """Receives what a tracker finds; each method does nothing here."""
-
-    @property
-    def scalars(self) -> ScalarSink:
-        """What takes the scalars of every step."""
-        return _IGNORED
-
-    def step_opens(self, index: int) -> bool:
-        """Return whether this step is to be recorded."""
-        return False
-
-    def next_step(self, index: int) -> int:
-        """Return the first step after ``index``, which is not recorded, that has to be observed."""
-        return index + 1
-
-    def collect(
-        self, parameters: Sequence[torch.Tensor], scale: torch.Tensor | float | None, summary: StepSummary
-    ) -> None:
-        """Measure the gradients of ``parameters`` now; they are unchanged since backward.
-
-        ``summary`` is that of the step so far.
-        """
-
-    def update_begins(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Parameters are about to be updated."""
-
-    def update_ends(self) -> None:
-        """Parameters have been updated."""
-
-    def backward_ended(self, parameters: Sequence[torch.Tensor], index: int) -> None:
-        """Backward number ``index`` of the step is over; only with ``per_backward``."""
-
-    def step_closes(self, summary: StepSummary) -> None:
-        """Receive the summary of a recorded step."""
-
-    def step_replayed(self, index: int) -> None:
-        """A step ran in a replayed graph: only its losses and learning rates are known."""
-
-    def run_ends(
-        self, step: int, parameters: Sequence[torch.Tensor], *, has_begun: bool, is_whole: bool
-    ) -> None:
-        """No step follows ``step``, of which the gradients may be left.
-
-        ``has_begun`` is whether the one after it has begun, ``is_whole`` whether nothing but clipping and the
-        optimizer can have changed the gradients since their backward pass.
-        """
-
-    def parameters_changed(self) -> None:
-        """The parameter table of the scope is a new one."""
