@@ -517,4 +517,5 @@ class Scope:
 
     def orphans(self) -> list[torch.Tensor]:
         """Return parameters that want a gradient but that no optimizer of the scope holds."""
-        return [t for row in self._orphan_rows if (t := self.table.tensor(row)) is not None]
+        rows = self._orphan_rows  # of most models none
+        return [t for row in rows if (t := self.table.tensor(row)) is not None] if rows else []

@@ -112,7 +112,7 @@ class StepTracker(PhaseEvents):
         HUB.remove(self)
 
     def _measure_left(self) -> None:
-        parameters = self._scope.parameters()
+        parameters = self._scope.table.tensors()
         # Of a model that is gone, nothing is left; of several models, a part would count as the whole.
         is_whole = self._was_whole and len(parameters) == len(self._scope.table)
         self.run_ends(self._index - 1, parameters, has_begun=self.in_step, is_whole=is_whole)
@@ -136,7 +136,7 @@ class StepTracker(PhaseEvents):
         if self._recording:
             if not self._refreshed:
                 self._refresh()
-            self._collect(self._scope.parameters(), None)
+            self._collect(self._scope.table.tensors(), None)
         self._stepped.add(0)
         self._close()
 
@@ -314,12 +314,12 @@ class StepTracker(PhaseEvents):
             self._scalars.reached(self._reached.end())
         if not self._recording:
             if self._is_by_hand:
-                self._by_hand.note(self._scope.parameters())
+                self._by_hand.note(self._scope.table.tensors())
             self._scalars.after_backward()
             return
         if not self._refreshed:
             self._refresh()
-        parameters = self._scope.parameters()
+        parameters = self._scope.table.tensors()
         # With several optimizers a backward may reach only the parameters of another one.
         self._scalars.after_backward(parameters if self._is_alone else ())
         self._versions = {id(p): p.grad._version for p in parameters if p.grad is not None}
@@ -373,7 +373,7 @@ class StepTracker(PhaseEvents):
         if kind == "norm" and norm is not None and settled(norm) is None:
             # The norm of sharded gradients is a part of it here; the reader knows that of all of them.
             clipped = {id(p) for p in parameters}
-            if all(id(p) in clipped for p in self._scope.parameters() if p.grad is not None):
+            if all(id(p) in clipped for p in self._scope.table.tensors() if p.grad is not None):
                 kind = "total"
         self._summary.clips.append((number, kind, limit))
 
@@ -390,7 +390,7 @@ class StepTracker(PhaseEvents):
             HUB.optimizers.use_holders(tensors)
             self._scope.refresh()
             wanted = {id(t) for t in tensors}
-            parameters = [p for p in self._scope.parameters() if id(p) in wanted or id(p.grad) in wanted]
+            parameters = [p for p in self._scope.table.tensors() if id(p) in wanted or id(p.grad) in wanted]
         if parameters:
             self._collect(parameters, None)
         return parameters

@@ -120,7 +120,9 @@ class SpikeSamplesMonitor(Monitor):
             loss = self._inputs.loss
             # On the host: numpy reads it where it lies.
             value = loss.detach().double().numpy().item() if _is_plain(loss) else None
-            number = None if value is None else value / self._inputs.scale()
+            number = value
+            if value is not None and self._inputs.scaler is not None:
+                number = value / self._inputs.scale()
             floats, integers = pending.arrays()
             cause = self._cause(_key(gradients.rows), floats, integers, number, record.scalars)
             if cause or is_requested:
