@@ -78,7 +78,7 @@ _CLASSES: dict[tuple[str, str], type[Limits]] = {}
 
 def declared(monitor: str) -> dict[str, dataclasses.Field[Any]]:
     """Return the limits of a monitor by name, in the order of their declaration; empty for none."""
-    list(RULES)  # imports every rule, and with it every class of limits
+    RULES.of([monitor])  # imports its rules, and with them their classes of limits
     fields: dict[str, dataclasses.Field[Any]] = {}
     for cls in _CLASSES.values():
         if cls.monitor == monitor and dataclasses.is_dataclass(cls):
@@ -108,6 +108,8 @@ def merge_overrides(
 
 def known_overrides(monitor: str, recorded: Mapping[str, Any]) -> tuple[dict[str, float], tuple[str, ...]]:
     """Return those recorded overrides that this release can use, and what is wrong with the others."""
+    if not recorded:
+        return {}, ()
     limits_of = declared(monitor)
     problems = {name: _problem(monitor, limits_of, name, value) for name, value in recorded.items()}
     kept = {name: value for name, value in recorded.items() if not problems[name]}
