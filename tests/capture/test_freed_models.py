@@ -26,7 +26,7 @@ class Freed(Listener):
         self.error: BaseException | None = None
 
     def model_freed(self) -> None:
-        self.parameters.append(len(self.scope.parameters()))
+        self.parameters.append(len(self.scope.table.tensors()))
         if self.error is not None:
             raise self.error
 

@@ -101,7 +101,7 @@ def leaves(batch: Any, kind: type = object) -> list[Any]:
     flat, pending, items = [], [batch], 0
     while pending:  # without a call per nest: this runs at every forward of a recorded step
         item = pending.pop()
-        if type(item) is Tensor:
+        if isinstance(item, Tensor):
             flat.append(item)
         elif (items := items + 1) > MAX_ITEMS:
             raise RecursionError(f"a batch of more than {MAX_ITEMS} items, or one that contains itself")
@@ -116,14 +116,14 @@ def leaves(batch: Any, kind: type = object) -> list[Any]:
     return flat
 
 
-def tensors(batch: Any) -> list[Tensor]:
+def tensors_in(batch: Any) -> list[Tensor]:
     """Return every tensor of a batch, in order."""
     return leaves(batch, Tensor)
 
 
 def plain_tensors(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch whose values can be read: dense, real and not empty."""
-    dense = [x for x in tensors(batch) if type(x) is Tensor and x.layout is torch.strided and x.numel()]
+    dense = [x for x in tensors_in(batch) if type(x) is Tensor and x.layout is torch.strided and x.numel()]
     return [x for x in dense if not x.is_complex()]
 
 
@@ -152,12 +152,12 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def samples(batch: Any) -> int | None:
     """Return the samples of a batch: the length of its first tensor with a dimension; None without one."""
-    return next((len(x) for x in tensors(batch) if x.ndim), None)
+    return next((len(x) for x in tensors_in(batch) if x.ndim), None)
 
 
 def nbytes(batch: Any) -> int:
     """Return the bytes of the tensors of a batch."""
-    return sum(x.nbytes for x in tensors(batch))
+    return sum(x.nbytes for x in tensors_in(batch))
 
 
 def split(batch: Any, count: int) -> list[Any]:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from backlight.capture.batches import tensors_in
 from backlight.capture.modules import walk
 
 
@@ -117,20 +118,6 @@ def operation_name(function: Any) -> str:
     owner = getattr(function, "__self__", None)
     field = getattr(owner, "__name__", "")
     return f"{field}.{word}" if field in _PROPERTIES or word == "set" else ""
-
-
-def tensors_in(values: Any, out: list[torch.Tensor] | None = None, depth: int = 4) -> list[torch.Tensor]:
-    """Return the tensors in nested lists, tuples and dicts, in order."""
-    out = [] if out is None else out
-    if isinstance(values, torch.Tensor):
-        out.append(values)
-    elif depth and isinstance(values, (tuple, list)):
-        for value in values:
-            tensors_in(value, out, depth - 1)
-    elif depth and isinstance(values, dict):
-        for value in values.values():
-            tensors_in(value, out, depth - 1)
-    return out
 
 
 def written_in_place(name: str, inputs: list[torch.Tensor], kwargs: dict[str, Any]) -> list[torch.Tensor]:

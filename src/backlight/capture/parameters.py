@@ -500,14 +500,6 @@ class Scope:
         """Return the number under which the optimizer's learning rates are recorded."""
         return self.numbers.get(id(optimizer), 0)
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether the table has a row for ``tensor``."""
-        return self.table.row(tensor) is not None
-
-    def parameters(self) -> list[torch.Tensor]:
-        """Return every parameter of the scope that is alive."""
-        return self.table.tensors()
-
     def parameters_of(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """Return the parameters that ``optimizer`` holds now, each of which then has a row."""
         parameters = parameters_of(optimizer)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.batches import indices_of, tensors
+from backlight.capture.batches import indices_of, tensors_in
 from backlight.capture.hooks import is_transforming, scale_of
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.loss_graph import single_losses
@@ -108,7 +108,7 @@ class ForwardCall:
 
     def inputs(self) -> list[Tensor]:
         """Return the tensors that it was given."""
-        return tensors((tuple(self.args), dict(self.kwargs)))
+        return tensors_in((tuple(self.args), dict(self.kwargs)))
 
     def was_changed(self) -> bool:
         """Return whether a tensor that it was given has been written to since."""
@@ -176,7 +176,7 @@ class StepInputs(Listener):
         if not self.keeps:
             self.calls.append(ForwardCall(*where, (), (False, torch.float32), [], *batch))
             return
-        inputs = tensors((tuple(args), dict(kwargs)))
+        inputs = tensors_in((tuple(args), dict(kwargs)))
         device = inputs[0].device.type if inputs else "cpu"
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         versions, places = [], {}
@@ -201,7 +201,7 @@ class StepInputs(Listener):
         if HUB.forward_depth > 1 or self._inside is None:
             return
         (call, args), self._inside = self._inside, None
-        outputs = [(number, x) for number, x in enumerate(tensors(result)) if x.requires_grad]
+        outputs = [(number, x) for number, x in enumerate(tensors_in(result)) if x.requires_grad]
         scalars = [(number, x) for number, x in outputs if x.numel() == 1]
         for number, output in scalars or outputs:
             self._bytes += output.nbytes

@@ -16,7 +16,8 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from backlight.capture.calls import module_names, tensors_in
+from backlight.capture.batches import tensors_in
+from backlight.capture.calls import module_names
 from backlight.capture.checkpoint_regions import (
     RegionState,
     differences,

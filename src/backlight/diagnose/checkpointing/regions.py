@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from backlight.capture.calls import NO_COMPUTATION, operation_name, tensors_in, written_in_place
+from backlight.capture.batches import tensors_in
+from backlight.capture.calls import NO_COMPUTATION, operation_name, written_in_place
 from backlight.capture.checkpoint_regions import RegionState, checksum, near
 from backlight.diagnose.script_observer import Pausable
 from backlight.user_code import SourceLine, user_line
@@ -115,7 +116,7 @@ class RegionMode(TorchFunctionMode):
             self._run.steps.append(RegionStep(name, user_line(), (), (), exact=False, ended=False))
             raise
         if name and name not in NO_COMPUTATION:
-            self._note(name, tensors_in(kwargs, tensors_in(args)), kwargs, tensors_in(result))
+            self._note(name, tensors_in((args, kwargs)), kwargs, tensors_in(result))
         return result
 
     def _note(self, name: str, inputs: list[Tensor], kwargs: dict[str, Any], outputs: list[Tensor]) -> None:
@@ -197,7 +198,7 @@ class ParameterUsage(Pausable, TorchFunctionMode):
         if not self.paused and (self.current or torch.is_grad_enabled()):
             name = operation_name(func)
             if name and name not in NO_COMPUTATION and not name.endswith((".get", ".set")):
-                inputs = tensors_in(kwargs, tensors_in(args))
+                inputs = tensors_in((args, kwargs))
                 parameters = [t for t in inputs if type(t) is nn.Parameter and t.requires_grad]
                 if parameters and not written_in_place(name, inputs, kwargs):
                     region = self.current[-1] if self.current else 0

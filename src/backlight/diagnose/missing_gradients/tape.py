@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from backlight.capture.batches import tensors_in
 from backlight.capture.calls import (
     LEAVES_TORCH,
     NO_COMPUTATION,
     RETURNS_TO_TORCH,
     ModuleCalls,
     operation_name,
-    tensors_in,
     written_in_place,
 )
 from backlight.diagnose.node_origin import Origin, next_number
@@ -102,7 +102,7 @@ class Tape(OperationRecorder, TorchFunctionMode):
         name = operation_name(func)
         if not name or name in NO_COMPUTATION:
             return func(*args, **kwargs)
-        inputs = tensors_in(kwargs, tensors_in(args))
+        inputs = tensors_in((args, kwargs))
         carrying = [t.requires_grad for t in inputs]
         begin = next_number()
         result = func(*args, **kwargs)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backlight.capture.calls import tensors_in
+from backlight.capture.batches import tensors_in
 from backlight.diagnose.node_origin import Origin, next_number
 from backlight.diagnose.script_observer import OperationRecorder
 from backlight.interrupts import is_interrupt
@@ -141,7 +141,7 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
         record = self._new(name, "origin", self.phase, bad[0], nan=_any_nan(bad))
         record.module = self._module()
         self._locate(record)
-        inputs = tensors_in(kwargs, tensors_in(args))
+        inputs = tensors_in((args, kwargs))
         were_bad = [t for t in inputs if id(t) not in changed and is_non_finite(t)] + before
         for tensor in were_bad:
             record.parents.append(self._record_of(tensor) or self._input(tensor, record))
@@ -230,7 +230,7 @@ def _into(
     tensors: list[torch.Tensor] = []
     for position, name in written:
         value = kwargs[name] if name in kwargs else args[position] if position < len(args) else None
-        tensors_in(value, tensors)
+        tensors += tensors_in(value)
     return tensors
 
 

@@ -16,12 +16,12 @@ from torch.nn.modules.module import _global_forward_hooks_with_kwargs, register_
 from torch.overrides import TorchFunctionMode
 
 from backlight import devices
+from backlight.capture.batches import tensors_in
 from backlight.capture.calls import (
     LEAVES_TORCH,
     NO_COMPUTATION,
     ModuleCalls,
     operation_name,
-    tensors_in,
     written_in_place,
 )
 from backlight.diagnose.script_observer import Pausable
@@ -98,7 +98,7 @@ class StepTape(Pausable, TorchFunctionMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if not self.paused and not self._calls.stack and self._live:
-            inputs = tensors_in(kwargs, tensors_in(args))
+            inputs = tensors_in((args, kwargs))
             name = operation_name(func)
             if name not in NO_COMPUTATION | LEAVES_TORCH and any(id(t) in self._live for t in inputs):
                 writes = bool(written_in_place(name, inputs, kwargs))
@@ -145,7 +145,7 @@ class TapedStep:
     def inputs(self) -> list[Tensor]:
         """Return the tensors that the first module was given."""
         first = next(call for call in self.calls if isinstance(call.function, nn.Module))
-        return tensors_in(first.kwargs, tensors_in(first.args))
+        return tensors_in((first.args, first.kwargs))
 
     def replay(
         self, instead: Mapping[int, Tensor] | None = None, *, keeps_random: bool = True

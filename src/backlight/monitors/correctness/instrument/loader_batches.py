@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from backlight.capture.batches import tensors
+from backlight.capture.batches import tensors_in
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.samples import digest
 from backlight.monitors.correctness.model.facts import NAMED
@@ -213,7 +213,7 @@ def kind_of_sampler(sampler: Any) -> str:
 
 def has_equal_samples(batch: Any) -> bool:
     """Return whether all samples of a batch are equal: then a data set gives one for every index."""
-    several = [x for x in tensors(batch) if x.ndim and len(x) > 1]
+    several = [x for x in tensors_in(batch) if x.ndim and len(x) > 1]
     return bool(several) and all(bool((x == x[:1]).all()) for x in several)
 
 

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from backlight.capture.batches import tensors
+from backlight.capture.batches import tensors_in
 from backlight.capture.functional_calls import CtcCalls, LossCalls
 from backlight.capture.hub import HUB
 from backlight.capture.loss_graph import (
@@ -56,7 +56,7 @@ class LossGraph(Check):
 
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
         """Note how many samples each tensor of the batch has."""
-        self._sizes = {len(x) for x in tensors(batch) if x.ndim}
+        self._sizes = {len(x) for x in tensors_in(batch) if x.ndim}
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Look at the nodes below each root."""

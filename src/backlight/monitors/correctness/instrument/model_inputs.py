@@ -100,7 +100,7 @@ class ModelInputs(Check):
         """Compare the first tensor of a forward with the first batch, and with the latest."""
         if self.run.world_size > 1:
             content = hashlib.blake2b(repr(shapes).encode() + b"".join(map(_bytes, values)), digest_size=8)
-            trained = {id(parameter) for parameter in self.run.scope.parameters()}
+            trained = {id(parameter) for parameter in self.run.scope.table.tensors()}
             models = holding([*self.run.scope.models, *HUB.seen.roots()], trained)
             self.record(facts.Inputs(step, content.hexdigest(), tuple(averaged_over(models))))
         (batches, latest), sample_bytes = loader_state, _bytes(values[0])

@@ -67,7 +67,7 @@ class ModuleModes(Check):
         models = [model for reference in self._models if (model := reference()) is not None]
         if self._rows is not scope.table.rows or len(models) < len(self._models):
             self._rows, self._modes = scope.table.rows, []
-            models = scope.roots({id(t) for t in scope.parameters()})
+            models = scope.roots({id(t) for t in scope.table.tensors()})
             self._models = [weakref.ref(model) for model in models]
         before, self._modes = self._modes, [model.training for model in models]
         is_change = bool(before) and before != self._modes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.batches import tensors
+from backlight.capture.batches import tensors_in
 from backlight.capture.model_state import preserve_state
 from backlight.capture.modules import unwrapped
 from backlight.measure.gram.eigenvalues import spectrum
@@ -124,7 +124,7 @@ class KernelSeries:
             If the samples have too many outputs, or as :func:`backlight.ntk`.
         """
         model = existing(self._reference)
-        x, *others = tensors(batch)
+        x, *others = tensors_in(batch)
         with preserve_state(model), torch.no_grad():
             shown = model(x[:1])
         if not isinstance(shown, Tensor):

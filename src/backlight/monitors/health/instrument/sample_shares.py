@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backlight.capture.batches import map_tensors, tensors
+from backlight.capture.batches import map_tensors, tensors_in
 from backlight.capture.loss_graph import single_losses
 from backlight.capture.modules import walk
 from backlight.capture.per_sample import Call, Taps, gradients
@@ -165,7 +165,7 @@ class Replay:
         device = next((x.device.type for x in call.inputs()), "cpu")
         with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
             result = call.module(*args, **kwargs)
-        return [x for _, x in tensors(result)]
+        return tensors_in(result)
 
     def _arguments(self) -> tuple[Any, Any]:
         return tuple(map_tensors(list(self._call.args), Tensor.detach)), map_tensors(

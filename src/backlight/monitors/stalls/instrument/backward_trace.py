@@ -15,7 +15,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook
 
 from backlight import clock
-from backlight.capture.calls import module_names, tensors_in
+from backlight.capture.batches import tensors_in
+from backlight.capture.calls import module_names
 from backlight.capture.hub import HUB, Listener
 from backlight.capture.parameters import candidates, named_roots
 from backlight.interrupts import is_interrupt

@@ -13,7 +13,7 @@ import psutil
 import torch
 
 from backlight import devices
-from backlight.capture.batches import tensors
+from backlight.capture.batches import tensors_in
 from backlight.capture.hub import Listener
 from backlight.monitors.steptime.instrument.holders import (
     MIN_HELD,
@@ -95,7 +95,7 @@ class GraphMarks(Listener):
         if type(result) is torch.Tensor:  # most are: a search would take longer than the mark
             self._mark(kind, result.grad_fn)
             return
-        for output in tensors(result):
+        for output in tensors_in(result):
             self._mark(kind, output.grad_fn)
 
     def _mark(self, kind: str, node: Any) -> None:

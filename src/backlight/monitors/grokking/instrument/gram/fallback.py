@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.batches import map_tensors, tensors
+from backlight.capture.batches import map_tensors, tensors_in
 from backlight.interrupts import is_interrupt
 from backlight.measure.gram.factors import VectorFactors, lengths
 from backlight.monitors.grokking.instrument.gram import inputs
@@ -73,7 +73,7 @@ def _vmapped(
     keys = {f"model.{names[id(parameter)]}": name for name, parameter in group.items()}
     module = _Loss(model, loss_fn)
     values = {key: group[name].detach() for key, name in keys.items()}
-    flat = [tensor for _, tensor in tensors(batch) if tensor.dim()]
+    flat = [tensor for tensor in tensors_in(batch) if tensor.dim()]
 
     def loss(parameters: dict[str, Tensor], samples: list[Tensor]) -> Tensor:
         left = iter(samples)

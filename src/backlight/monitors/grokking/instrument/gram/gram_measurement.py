@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.batches import tensors
+from backlight.capture.batches import tensors_in
 from backlight.capture.model_state import PreservedState, preserve_state
 from backlight.capture.modules import unwrapped, walk
 from backlight.capture.per_sample import Call, Taps, gradients
@@ -138,7 +138,7 @@ class GramMeasurement:
         self.weights: Mapping[str, Tensor] | None = None
         self.combined: dict[str, Tensor] = {}
         self.random: list[Tensor] = []
-        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors(self.batch))
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_in(self.batch))
         self.schedule = CheckSchedule(self.model, self.loss_fn, (self.at_once, shapes))
         self.history = self.schedule.history
         self._reset()
@@ -291,7 +291,7 @@ class GramMeasurement:
             for name, p in self.parameters.items()
             if self.full or taps.without_grad or name in self.bare or p.uncaptured
         }
-        others = [t for _, t in tensors(batch) if t.requires_grad and t.is_leaf]
+        others = [t for t in tensors_in(batch) if t.requires_grad and t.is_leaf]
         return dict(zip(wanted, gradients(loss, list(wanted.values()), taps, others=others), strict=True))
 
     def run(self) -> Gram:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.batches import map_leaves, map_tensors, tensors
+from backlight.capture.batches import map_leaves, map_tensors
 from backlight.capture.modules import walk
 from backlight.measure.gram.factors import Factors
 from backlight.monitors.grokking.instrument.gram.checks import GramError
@@ -112,9 +113,24 @@ def eager(model: nn.Module) -> Iterator[None]:
         yield
 
 
+def _with_paths(batch: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor of a batch with its path: ``['ids'][0]``."""
+    if isinstance(batch, Tensor):
+        yield path, batch
+    elif isinstance(batch, Mapping):
+        for key in batch:
+            yield from _with_paths(batch[key], f"{path}[{key!r}]")
+    elif isinstance(batch, (tuple, list)):
+        for index, item in enumerate(batch):
+            yield from _with_paths(item, f"{path}[{index}]")
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for entry in dataclasses.fields(batch):
+            yield from _with_paths(getattr(batch, entry.name), f"{path}.{entry.name}")
+
+
 def count(batch: Any) -> int:
     """Return N, the length of the first dimension of the batch's tensors."""
-    sizes = {f"batch{path}": tensor.shape[0] for path, tensor in tensors(batch) if tensor.dim()}
+    sizes = {f"batch{path}": tensor.shape[0] for path, tensor in _with_paths(batch) if tensor.dim()}
     if not sizes:
         raise GramError(
             f"gram: the batch holds no tensor with a first dimension, got {type(batch).__name__}; "
@@ -153,7 +169,7 @@ def joined(batch: Any, against: Any) -> tuple[Any, int]:
     """Return both batches as one, the samples of ``against`` last, and how many these are."""
     count(batch)
     others = count(against)
-    first, second = list(tensors(batch)), list(tensors(against))
+    first, second = list(_with_paths(batch)), list(_with_paths(against))
     shapes = [[(path, x.shape[1:], x.dtype) for path, x in entries] for entries in (first, second)]
     if shapes[0] != shapes[1]:
         differing = next((pair for pair in zip(*shapes, strict=False) if pair[0] != pair[1]), None)
