@@ -98,7 +98,8 @@ def leaves(batch: Any, kind: type = object) -> list[Any]:
     RecursionError
         If a nest contains itself.
     """
-    flat, pending, items = [], [batch], 0
+    flat: list[Any] = []
+    pending, items = [batch], 0
     while pending:  # without a call per nest: this runs at every forward of a recorded step
         item = pending.pop()
         if isinstance(item, Tensor):

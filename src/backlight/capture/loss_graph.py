@@ -126,7 +126,7 @@ CLASS_LOSSES = kinds("NllLoss NllLoss2D")
 
 def terms(root: Node | None) -> list[tuple[str, Node]]:
     """Return kind and node of what a total loss is made of, from ``root`` down, up to the loss functions."""
-    nodes, visited = [root], []
+    nodes, visited = [root], list[tuple[str, Node]]()
     for node in nodes:  # which grow meanwhile
         kind = "" if node is None else _kind(node.name())  # without a call per node
         visited.append((kind, node))

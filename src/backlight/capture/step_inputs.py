@@ -179,7 +179,8 @@ class StepInputs(Listener):
         inputs = tensors_in((tuple(args), dict(kwargs)))
         device = inputs[0].device.type if inputs else "cpu"
         autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        versions, places = [], {}
+        versions: list[int] = []
+        places: dict[torch.device, None] = {}
         for x in inputs:
             versions.append(x._version)
             places[x.device] = None

@@ -6,7 +6,6 @@ import graphlib
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from backlight.capture.hub import HUB
@@ -147,7 +146,7 @@ class MonitorSet:
 
     def accounted(self) -> float:
         """Return the seconds that threads and devices have taken for the watch."""
-        return sum(map(attrgetter("spent"), self._timed))
+        return sum([timed.spent for timed in self._timed])
 
     def listen(self, monitor: Monitor, listener: Listener) -> None:
         """Deliver raw events to a listener of ``monitor`` until that is detached."""

@@ -100,7 +100,8 @@ def statistics(
             )
         if isinstance(scale, Tensor):
             _table(tables, scale.device).append(scale)
-        transfers, decoders = [], []
+        transfers: list[Transfer] = []
+        decoders: list[Callable[[NDArray[np.generic]], _Rows]] = []
         for table in tables.values():
             transfers.append(table.start_copy(transfer))
             decoders.append(table.decoder())
