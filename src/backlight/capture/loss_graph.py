@@ -132,7 +132,7 @@ def terms(root: Node | None) -> list[tuple[str, Node]]:
         visited.append((kind, node))
         if len(visited) == MAX_NODES:
             break
-        if kind in _ARITHMETIC or kind in RESHAPES:
+        if node is not None and (kind in _ARITHMETIC or kind in RESHAPES):
             nodes += [below for below, _ in node.next_functions]
     return visited
 
