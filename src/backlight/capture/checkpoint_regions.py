@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from backlight import devices
-from backlight.capture.calls import tensors_in
+from backlight.capture.batches import tensors_in
 from backlight.capture.hooks import not_compiled, skipped_by_compiler
 from backlight.capture.loss_graph import below_shapes
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from backlight.capture.batches import map_tensors, tensors
+from backlight.capture.batches import map_tensors, tensors_in
 from backlight.capture.model_state import PreservedState, in_float64
 from backlight.capture.modules import walk
 from backlight.capture.per_sample import Call, Taps
@@ -135,7 +135,7 @@ class Coupling:
         size, first = len(self._first), self._first
 
         def of_first(value: Any) -> list[Tensor]:
-            return [x[first.to(x.device)].detach() for _, x in tensors(value) if x.ndim and len(x) == size]
+            return [x[first.to(x.device)].detach() for x in tensors_in(value) if x.ndim and len(x) == size]
 
         def record(name: str) -> Any:
             def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
