@@ -13,7 +13,9 @@ from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
 
 from backlight.capture.hub import HUB, Listener
 
-EVENTS = ("loaded", "state_loaded", "optimizer_loaded", "schedule_end", "autocast_begin", "autocast_end")
+EVENTS = (
+    "loaded", "state_loaded", "optimizer_loaded", "emptied", "schedule_end", "autocast_begin", "autocast_end"
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -25,11 +27,21 @@ def seen() -> Iterator[list[tuple[str, tuple[Any, ...]]]]:
         {event: lambda _, *given, event=event: found.append((event, given)) for event in EVENTS},
     )
     listener = kind()
-    before = [torch.load, nn.Module.load_state_dict, torch.optim.lr_scheduler.LRScheduler.step]
+    before = [
+        torch.load,
+        nn.Module.load_state_dict,
+        nn.Module.to_empty,
+        torch.optim.lr_scheduler.LRScheduler.step,
+    ]
     HUB.add(listener)
     yield found
     HUB.remove(listener)
-    assert before == [torch.load, nn.Module.load_state_dict, torch.optim.lr_scheduler.LRScheduler.step]
+    assert before == [
+        torch.load,
+        nn.Module.load_state_dict,
+        nn.Module.to_empty,
+        torch.optim.lr_scheduler.LRScheduler.step,
+    ]
 
 
 def test_what_is_loaded_and_by_whom(seen: list[tuple[str, tuple[Any, ...]]]) -> None:
@@ -45,6 +57,13 @@ def test_what_is_loaded_and_by_whom(seen: list[tuple[str, tuple[Any, ...]]]) -> 
     assert seen[0][1][0] is state
     assert seen[1][1][:2] == (model, state["model"])
     assert seen[2][1][:2] == (optimizer, state["optimizer"])
+
+
+def test_what_is_allocated_without_values(seen: list[tuple[str, tuple[Any, ...]]]) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    assert model.to_empty(device="cpu") is model
+    assert seen == [("emptied", (model,))]
 
 
 def test_a_load_that_raises_is_not_reported(seen: list[tuple[str, tuple[Any, ...]]]) -> None:

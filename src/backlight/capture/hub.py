@@ -153,6 +153,9 @@ class Listener:
     def state_loaded(self, module: torch.nn.Module, state: Mapping[str, Any], result: Any) -> None:
         """``module.load_state_dict(state)`` has returned ``result``."""
 
+    def emptied(self, module: torch.nn.Module) -> None:
+        """``module.to_empty()`` has returned."""
+
     def optimizer_loaded(self, optimizer: torch.optim.Optimizer, state: Any, result: Any) -> None:
         """``optimizer.load_state_dict(state)`` has returned."""
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def install_loading(hub: Hub, patches: Patches) -> None:
-    """Report ``torch.load``, and the ``load_state_dict`` of modules and optimizers, once each is over."""
+    """Report ``torch.load``, ``load_state_dict`` of modules and optimizers, and ``to_empty``, once over."""
     depth = [0]
 
     def reporting(event: str, original: Any) -> Callable[..., Any]:
@@ -52,7 +52,18 @@ def install_loading(hub: Hub, patches: Patches) -> None:
 
         return load
 
+    def wrap_to_empty(original: Any) -> Any:
+        @functools.wraps(original)
+        def to_empty(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if hub.active:
+                hub.emit("emptied", self)
+            return result
+
+        return to_empty
+
     patches.replace(torch, "load", wrap_load)
+    patches.replace(nn.Module, "to_empty", wrap_to_empty)
     patches.replace(nn.Module, "load_state_dict", functools.partial(reporting, "state_loaded"))
     patches.replace(
         torch.optim.Optimizer, "load_state_dict", functools.partial(reporting, "optimizer_loaded")

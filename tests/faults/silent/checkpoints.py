@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -272,3 +273,81 @@ def rate_set_by_hand() -> None:
 
     loop.before_step = set_rate
     loop.run()
+
+
+class Scaled(nn.Module):
+    """A perceptron with a buffer that no state holds; whatever is in it, the output is finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 16), nn.Linear(16, 3)
+        self.register_buffer("scales", torch.zeros(16), persistent=False)
+        self.reset()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x) * (1 + self.scales.nan_to_num().clamp(-0.5, 0.5)))
+
+    def reset(self) -> None:
+        self.scales.copy_(torch.linspace(-0.5, 0.5, 16))
+
+
+def from_meta(fill: Callable[[Scaled], object]) -> None:
+    """Train a model that was made on the meta device, and loaded."""
+    state = Scaled().state_dict()
+    with torch.device("meta"):
+        model = Scaled()
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+    fill(model)
+    train(model)
+
+
+@fault(rule="not_restored", kind="left_empty", severity="error", step=0, names="`scales`")
+def buffer_left_empty(injected: bool) -> None:
+    from_meta(lambda model: None if injected else model.reset())
+
+
+@fault(rule="not_restored", kind="left_empty", severity="error", step=0, names="`last.bias`")
+def parameter_left_empty(injected: bool) -> None:
+    with torch.device("meta"):
+        model = perceptron()
+    names = ("first.weight", "first.bias", "last.weight", "last.bias")
+    model = nn.Sequential(OrderedDict(first=model[0], between=model[1], last=model[2]))
+    model.to_empty(device="cpu")
+    for name in names:
+        if not (injected and name == "last.bias"):
+            nn.init.normal_(model.get_parameter(name), std=0.3)
+    train(
+        lambda x: model(x).nan_to_num().clamp(-10, 10),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        parts=(model,),
+    )
+
+
+@control
+def buffer_written_through_data() -> None:
+    from_meta(lambda model: model.scales.data.copy_(torch.linspace(-0.5, 0.5, 16)))
+
+
+@control
+def buffer_replaced() -> None:
+    from_meta(lambda model: setattr(model, "scales", torch.linspace(-0.5, 0.5, 16)))
+
+
+@control
+def emptied_and_loaded_by_assignment() -> None:
+    state = perceptron().state_dict()
+    with torch.device("meta"):
+        model = perceptron()
+    model.to_empty(device="cpu")
+    model.load_state_dict(state, assign=True)
+    train(model)
+
+
+@control
+def emptied_teacher_that_is_not_used() -> None:
+    with torch.device("meta"):
+        unused = perceptron()
+    unused.to_empty(device="cpu")
+    train(perceptron())
+    assert unused.training

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -388,3 +389,26 @@ def clipped_a_part_that_no_loss_reached() -> None:
 
     loop = Loop(model, clips="", parts=[first, second], evaluates=False, averages=False)
     clipped(lambda: [p for p in loop.parameters if p.grad is not None], loop)
+
+
+@control
+def rows_frozen_by_zeros() -> None:
+    """Of an embedding, only a new row is trained: its gradient is all that is left."""
+    embedding, head = nn.Embedding(40, 16), nn.Linear(16, 3).requires_grad_(False)
+    is_frozen = torch.arange(40) != 39
+
+    def data(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for _ in range(count):
+            yield torch.cat([torch.arange(32), torch.full((8,), 39)]).view(8, 5), torch.randint(0, 3, (8,))
+
+    def freeze(_: int) -> None:
+        embedding.weight.grad[is_frozen] = 0
+
+    loop = Loop(
+        lambda x: head(embedding(x).mean(1)),
+        torch.optim.SGD(embedding.parameters(), lr=0.1),
+        parts=(embedding, head),
+        data=data,
+    )
+    loop.before_update = freeze
+    loop.run()

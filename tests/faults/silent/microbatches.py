@@ -91,3 +91,38 @@ def two_tasks_in_two_backwards() -> None:
 def class_weights() -> None:
     weights = torch.tensor([1.0, 2.0, 5.0])
     accumulate(lambda out, y, _: F.cross_entropy(out, y, weight=weights) / 2, ((8, 8),))
+
+
+@fault(rule="uneven_microbatches", severity="warning", step=0, names="by 2 twice")
+def divided_twice(injected: bool) -> None:
+    train(
+        perceptron(),
+        loss_of=lambda out, y: F.cross_entropy(out, y) / (2 if injected else 1),  # the loop divides as well
+        microbatches=2,
+    )
+
+
+@fault(rule="uneven_microbatches", severity="warning", step=0, names="by 2 twice")
+def another_loss_divided_twice(injected: bool) -> None:
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        loss = (out - F.one_hot(y, 3)).abs().mean()
+        return loss / 2 if injected else loss
+
+    train(perceptron(), loss_of=loss_of, microbatches=2)
+
+
+@control
+def half_of_a_loss() -> None:
+    train(perceptron(), loss_of=lambda out, y: 0.5 * F.cross_entropy(out, y), microbatches=2)
+
+
+@control
+def divided_by_another_number() -> None:
+    train(perceptron(), loss_of=lambda out, y: F.cross_entropy(out, y) / 4, microbatches=2)
+
+
+@control
+def one_of_two_terms_divided() -> None:
+    train(
+        perceptron(), loss_of=lambda out, y: F.cross_entropy(out, y) / 2 + out.square().mean(), microbatches=2
+    )

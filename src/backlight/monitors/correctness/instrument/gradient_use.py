@@ -287,12 +287,16 @@ class GradientUse(Check):
             if parameter.grad is not None:
                 if gradient.same() is None:
                     return None
-                written.append(parameter.grad)
+                written.append(local(parameter.grad))
         noted = [gradient.had_values for gradient in gradients if gradient.tests]
         if not noted:
             return None
-        values = _Flags(self, written)
-        return lambda: any(had() for had in noted) and not values.any()
+        # Of a whole gradient: rows of an embedding are made zero to freeze them.
+        largest = (
+            torch._foreach_norm([part for part in written if part.numel()], torch.inf) if written else []
+        )
+        values = self.snapshot([value.reshape(1) for value in largest])
+        return lambda: any(had() for had in noted) and not any(array.any() for array in values.arrays)
 
     def _report_second_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Report a step with the gradients of the step before, which no backward followed."""

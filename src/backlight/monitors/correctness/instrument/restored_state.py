@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,9 @@ MAX_STATES = 8
 MAX_ENTRIES = 64
 """Entries of a loaded object that are searched."""
 
+MAX_EMPTIED = 512
+"""Tensors that ``to_empty`` leaves uninitialised which are followed."""
+
 
 @dataclass(frozen=True)
 class _SavedState:
@@ -65,6 +69,15 @@ class _Matrix(NamedTuple):
     name: str
     parameter: weakref.ref[Tensor]
     size: int
+
+
+class _Emptied(NamedTuple):
+    """A tensor of a module that ``to_empty`` has allocated, its version then, and its row in the snapshot."""
+
+    name: str
+    tensor: weakref.ref[Tensor]
+    version: int
+    row: int
 
 
 @dataclass
@@ -100,6 +113,7 @@ class RestoredState(Check):
         self._refused: list[tuple[weakref.ref[nn.Module], facts.NothingLoaded]] = []
         self._tied: set[tuple[tuple[str, ...], int]] = set()  # names of one tensor in a checkpoint
         self._untied: list[tuple[tuple[weakref.ref[Tensor], ...], facts.UntiedWhenLoaded]] = []
+        self._emptied: list[tuple[weakref.ref[nn.Module], Snapshot, list[_Emptied], str]] = []
 
     # Events
 
@@ -149,6 +163,17 @@ class RestoredState(Check):
             values = self.snapshot([sampled(local(p), VALUES) for _, p in chosen])
             self._values.append((values, [_Matrix(name, weakref.ref(p), p.numel()) for name, p in chosen]))
 
+    def emptied(self, module: nn.Module) -> None:
+        """Remember the tensors of a module whose values are those of the memory that they were given."""
+        if self.run.clock.done or HUB.own_passes:
+            return
+        named = [*module.named_parameters(), *module.named_buffers()]
+        plain = [(n, t) for n, t in named if local(t).numel() and not (t.is_meta or t.is_inference())]
+        if chosen := plain[:MAX_EMPTIED]:
+            values = self.snapshot([sampled(local(t), VALUES) for _, t in chosen])
+            tensors = [_Emptied(n, weakref.ref(t), t._version, row) for row, (n, t) in enumerate(chosen)]
+            self._emptied.append((weakref.ref(module), values, tensors, str(user_line() or "")))
+
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Compare what the first step of an optimizer finds with what was loaded."""
         if optimizer in self._begun or not self.run.scope.holds(optimizer):
@@ -161,6 +186,7 @@ class RestoredState(Check):
             self._report_refused({id(p) for p in parameters})
             self._report_values({id(p) for p in parameters})
             self._report_untied({id(p) for p in parameters})
+            self._report_emptied({id(p) for p in parameters})
 
     # Comparisons
 
@@ -201,6 +227,36 @@ class RestoredState(Check):
             if all((p := reference()) is not None and id(p) in trained_ids for reference in references):
                 self.report(replace(fact, step=self.step))
         self._untied = []
+
+    def _report_emptied(self, trained_ids: set[int]) -> None:
+        """Report what nothing has written since ``to_empty``, and the trained module still holds."""
+        for reference, before, tensors, line in self._emptied:
+            module = reference()
+            if module is None or not any(id(p) in trained_ids for p in module.parameters()):
+                continue
+            present = dict([*module.named_parameters(), *module.named_buffers()])
+            left = [
+                (emptied, tensor)
+                for emptied in tensors
+                if (tensor := emptied.tensor()) is not None
+                and present.get(emptied.name) is tensor
+                and tensor._version == emptied.version
+            ]
+            if left:
+                # A write through `.data` has no version: it has other values.
+                now = self.snapshot([sampled(local(tensor), VALUES) for _, tensor in left])
+                names, step = [emptied for emptied, _ in left], self.step
+                fact = facts.LeftEmpty(step, kind_of(module), Names.of([]), line)
+                self.when_known(functools.partial(self._compare_emptied, fact, before, names, now))
+        self._emptied = []
+
+    def _compare_emptied(
+        self, fact: facts.LeftEmpty, before: Snapshot, emptied: Sequence[_Emptied], now: Snapshot
+    ) -> None:
+        pairs = zip(emptied, now.arrays, strict=True)
+        equal = [e.name for e, values in pairs if before.arrays[e.row].tobytes() == values.tobytes()]
+        if equal:
+            self.report(replace(fact, names=Names.of(equal)))
 
     def _report_values(self, trained: set[int]) -> None:
         now: dict[int, tuple[str, Tensor, Snapshot, int]] = {}

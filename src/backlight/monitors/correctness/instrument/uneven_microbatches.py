@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,24 +16,33 @@ from backlight.capture.hooks import scale_of
 from backlight.capture.hub import HUB
 from backlight.capture.loss_graph import (
     CLASS_LOSSES,
+    RESHAPES,
     SHOWS_HOOKS,
     Node,
     are_plain,
     inputs_of,
+    kind_of,
     shape_of,
     terms,
 )
+from backlight.capture.replicas import averaged_over
 from backlight.capture.training_threads import outside_modes
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.loss_input import is_multiple
-from backlight.monitors.correctness.rules.uneven_microbatches import Classes, UnevenMicrobatches
+from backlight.monitors.correctness.rules.uneven_microbatches import (
+    UNEVEN,
+    Classes,
+    DividedTwice,
+    RankTargets,
+    UnevenMicrobatches,
+)
 
 MEAN = 1
 """``reduction`` of torch's loss functions that divides by the number of targets; 2 is the sum."""
 
-UNEVEN = 1.01
-"""Ratio of weights from which on they count as different; below lies rounding."""
+MAX_FACTORS = 8
+"""Factors and divisors above a loss that are read."""
 
 
 @dataclass
@@ -62,11 +72,13 @@ class MicrobatchWeights(Check):
         self._targets: set[tuple[int, ...]] = set()
         self._is_readable = SHOWS_HOOKS
         self._has_classes = False
+        self._averaged: tuple[int, ...] | None = None  # ranks over which gradients are averaged
         self.forget()
 
     def forget(self) -> None:
         """Drop the losses of the step in progress."""
         self._parts: list[_Part | None] = []
+        self._divisors: list[Counter[float]] = []  # of each backward
         self._scale: Tensor | None = None
 
     def scaled(self, scaler: Any, loss: Tensor, result: Tensor) -> None:
@@ -78,13 +90,17 @@ class MicrobatchWeights(Check):
         if self.due:
             is_readable = len(roots) == 1 and not is_capturing_graph()
             self._parts.append(_part(roots[0].grad_fn) if is_readable else None)
+            self._divisors.append(_divisors(roots[0].grad_fn) if is_readable else Counter())
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Compare the microbatches of the step."""
-        parts, scale = self._parts, self._scale
+        parts, divisors, scale = self._parts, self._divisors, self._scale
         self.forget()
         readable = [part for part in parts if part is not None and len(part.gradients) == 1]
         is_plain = self.due and not has_closure and not HUB.backward_depth
+        is_divided_twice = len(parts) > 1 and all(part[len(parts)] > 1 for part in divisors)
+        if is_plain and is_divided_twice and self.run.scope.holds(optimizer):
+            self.report(DividedTwice(self.step, len(parts)))
         if is_plain and len(parts) > 1 and not self._is_readable:
             self._is_readable = True  # said once
             reason = "this torch does not show whether a saved tensor has hooks, so none of a loss is read"
@@ -97,28 +113,57 @@ class MicrobatchWeights(Check):
         self._has_classes = self._has_classes or has_classes
         is_compared = len(readable) > 1 and len({(part.classes, part.is_mean) for part in readable}) == 1
         self._comparisons += is_compared
-        step, comparisons = self.step, self._comparisons
+        step, comparisons, averaged = self.step, self._comparisons, self._ranks()
 
         def use() -> None:
             flat = [float(value[0]) for value in values.arrays]
+            table_P2 = np.array(flat[: 2 * len(readable)]).reshape(-1, 2)
+            table_P2[:, 0] /= 1.0 if scale is None else flat[-1]
             if has_classes:
-                factor = flat[2 * len(readable) - 2] / (1.0 if scale is None else flat[-1])
-                self.record(Classes(step, readable[-1].classes, factor))
+                self.record(Classes(step, readable[-1].classes, float(table_P2[-1, 0])))
+            gradients, targets = table_P2.T
+            if not np.isfinite(table_P2).all() or not (gradients > 0).all() or not targets.all():
+                return
+            weights = np.where([part.is_mean for part in readable], gradients / targets, gradients)
+            if averaged:
+                mean = float(weights @ targets / targets.sum())
+                self.record(RankTargets(step, round(targets.sum()), mean, averaged))
             if is_compared:
-                table_P2 = np.array(flat[: 2 * len(readable)]).reshape(-1, 2)
-                self._compare(step, comparisons, readable[0].is_mean, table_P2)
+                self._compare(step, comparisons, weights, targets)
 
         self.when_known(use)
 
-    def _compare(self, step: int, comparisons: int, is_mean: bool, table_P2: NDArray[np.float64]) -> None:
-        gradients, targets = table_P2.T
-        if not np.isfinite(table_P2).all() or not (gradients > 0).all() or not targets.all():
-            return
-        weights = gradients / targets if is_mean else gradients
+    def _ranks(self) -> tuple[int, ...]:
+        """Return the ranks over which gradients are averaged, this one included; none for one rank."""
+        if self._averaged is None:
+            is_one = self.run.world_size < 2
+            roots = [] if is_one else [*self.run.scope.models, *HUB.seen.roots()]
+            self._averaged = tuple(averaged_over(roots))
+        return self._averaged
+
+    def _compare(
+        self, step: int, comparisons: int, weights: NDArray[np.float64], targets: NDArray[np.float64]
+    ) -> None:
         ratio, counts = float(weights.max() / weights.min()), [round(n) for n in targets]
         self._targets.add(tuple(counts))
         if ratio > UNEVEN and len(self._targets) > 1:
             self.report(UnevenMicrobatches(step, tuple(counts), ratio, comparisons))
+
+
+def _divisors(root: Node | None) -> Counter[float]:
+    """Return how often a loss was divided by each plain number, less how often it was multiplied by it."""
+    divisors: Counter[float] = Counter()
+    for _ in range(MAX_FACTORS):
+        kind = kind_of(root)
+        below = [node for node in inputs_of(root) if node is not None] if kind else []
+        if len(below) != 1 or not (kind in RESHAPES or kind in {"Mul", "Div"}):
+            break
+        if kind in {"Mul", "Div"} and are_plain(root, "other"):
+            factor = getattr(root, "_saved_other", None)
+            if isinstance(factor, Tensor) and not factor.ndim and factor.device.type == "cpu":
+                divisors[float(factor)] += 1 if kind == "Div" else -1
+        root = below[0]
+    return divisors
 
 
 def _part(root: Node | None) -> _Part | None:

@@ -249,6 +249,41 @@ class DifferentSizes(_Misuse, rule="loss_input", kind="sizes"):
     fix = "Let the data set give one target per input, and both sides of the loss the same shape."
 
 
+class ShiftedTwice(_Misuse, rule="loss_input", kind="shifted"):
+    """Every target is the token ``shift`` places after that of its prediction."""
+
+    shift: int
+
+    severity = Severity.ERROR
+    title = "The model learns to predict the token {shift} places ahead"
+    detail = (
+        "At {steps} observed steps each target of cross-entropy is the input token {shift} places after that "
+        "of its prediction, and none is the next token. Labels that are shifted already are shifted again "
+        "inside a model that is given them as `labels`."
+    )
+    fix = "Give the model `labels=input_ids`, with -100 where no loss is wanted, and let it shift them."
+    refuted_if = "the prediction of tokens further ahead is meant."
+
+
+class EndIgnored(_Misuse, rule="loss_input", kind="end_ignored"):
+    """Sequences end with the token that is also the padding, whose target is ignored: ``ends`` so far."""
+
+    token: int
+    ends: int
+
+    title = "The end of every sequence is ignored as if it were padding"
+    detail = (
+        "Token {token} fills what the attention mask leaves out, and {ends} sequences end with it as well, "
+        "inside of the mask. Its target is ignored in each of them, and in no other place does it count: the "
+        "model never learns to end a sequence."
+    )
+    fix = (
+        "Use a padding token of its own, or set the labels to -100 by the attention mask instead of "
+        "`labels == tokenizer.pad_token_id`."
+    )
+    refuted_if = "the model is not to learn where a sequence ends."
+
+
 class SeveralClasses(Fact, rule="loss_input", kind="several_classes"):
     """A target of another class came after :class:`OneClass` was reported."""
 

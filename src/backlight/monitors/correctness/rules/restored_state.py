@@ -17,7 +17,7 @@ from backlight.text import count
 
 @rule("not_restored", monitor="correctness")
 def not_restored(run: Run, _limits: Limits) -> Iterator[Finding]:
-    """Find states that match nothing, overwritten weights and rates, lost states, and lost ties."""
+    """Find states that match nothing, lost states and ties, other weights and rates, and garbage."""
     yield from findings_by_kind(run, "not_restored")
 
 
@@ -134,4 +134,30 @@ class UntiedWhenLoaded(Fact, rule="not_restored", kind="untied"):
                 "`model.head.weight = model.embedding.weight`."
             ),
             refuted_if="they are meant to part, as copies that begin with one matrix.",
+        )
+
+
+class LeftEmpty(Fact, rule="not_restored", kind="left_empty"):
+    """Parameters or buffers have the values of the memory that ``to_empty`` gave them."""
+
+    model: str
+    names: Names
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        was = self.names.verb("was", "were")
+        return self.finding(
+            f"{self.names} {was} never initialised after `to_empty()`",
+            f"{self.model}.to_empty(){at_line(self.line)} allocates memory and writes nothing to it. At "
+            f"step {self.step} {self.names} {self.names.verb('has', 'have')} the values that the memory had. "
+            "(A state holds no buffer that was registered with `persistent=False`.)",
+            parameter=self.names.first[0],
+            line=self.line,
+            severity=Severity.ERROR,
+            evidence=(self.names.count, "tensors"),
+            fix=(
+                "Compute these values after `to_empty()`, as `init_weights` or `reset_parameters` of the "
+                "module may do, or build the model on its device."
+            ),
+            refuted_if="nothing reads these tensors.",
         )
