@@ -15,10 +15,10 @@ class Shuffled(Sampler):
     """Random order, from a generator that nothing synchronises."""
 
     def __init__(self, count: int, seed: int) -> None:
-        self.count, self.generator = count, np.random.default_rng(seed)
+        self.count, self.rng = count, np.random.default_rng(seed)
 
     def __iter__(self):
-        return iter(self.generator.permutation(self.count).tolist())
+        return iter(self.rng.permutation(self.count).tolist())
 
     def __len__(self) -> int:
         return self.count

@@ -187,7 +187,9 @@ def _loss_words(loss: Scalar, step: int, evidence: list[Evidence]) -> str:
     evidence.append(phrases.scalar("loss", step, value, "loss"))
     if np.isfinite(value):
         return f"The loss of that step is finite ({phrases.number(value)}), so backward produced it."
-    return f"The loss of that step is {phrases.number(value)}, so forward produced it."
+    # The step before may have left it in a weight, as Adam does in fp16, where its eps is 0.
+    words = phrases.number(value)
+    return f"The loss of that step is {words}: forward produced it, or met it in a weight or in the batch."
 
 
 def _fix(step: int) -> str:
