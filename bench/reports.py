@@ -118,6 +118,8 @@ def recorded(listed: list[dict[str, Any]], console: Console) -> None:
             ("unseen_run", "`backlight run`"),
             ("unseen_command", "with the symptom's command"),
         ):
+            if not any(field in entry for entry in members):
+                continue  # the commands were not run
             levels = Counter(entry.get(field, entry["unseen_run"]) for entry in members)
             table.add_row(str(name), str(len(members)), label, *(str(levels[each]) for each in LEVELS))
     console.print(table)
