@@ -11,7 +11,7 @@ from torch import nn
 import backlight
 from backlight.analysis.report import source_of
 from backlight.capture.hub import HUB
-from backlight.monitors.correctness.instrument.check import Schedule
+from backlight.monitors.correctness.instrument.check import Check, Schedule
 from backlight.monitors.correctness.instrument.gradient_use import GradientUse
 from backlight.monitors.correctness.instrument.module_modes import ModuleModes
 from backlight.monitors.correctness.model.facts import observed_steps
@@ -26,6 +26,13 @@ def test_windows_grow_and_have_a_step_on_each_side() -> None:
         near += [step] * schedule.near
     assert due == [*range(8), 13, 14, 21, 22, 34, 35]
     assert near == [*range(9), 12, 13, 14, 15, 20, 21, 22, 23, 33, 34, 35, 36]
+
+
+def test_a_hook_that_no_event_calls_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match="Misspelt: no event and no option of a check is called 'forward_start'"
+    ):
+        type("Misspelt", (Check,), {"name": "misspelt", "forward_start": lambda self: None})
 
 
 @pytest.mark.slow

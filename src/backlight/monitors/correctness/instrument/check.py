@@ -121,6 +121,12 @@ class Check(Listener):
     needs_ranks = False
     every_step = False
 
+    def __init_subclass__(cls) -> None:
+        """Raise TypeError for a public name that is none of a check: such a hook would never be called."""
+        for name in vars(cls):
+            if not name.startswith("_") and name != "name" and not hasattr(Check, name):
+                raise TypeError(f"{cls.__name__}: no event and no option of a check is called {name!r}")
+
     def __init__(self, run: RunHandle, schedule: Schedule) -> None:
         self.run, self.schedule = run, schedule
         self._reports: Counter[type[Fact]] = Counter()

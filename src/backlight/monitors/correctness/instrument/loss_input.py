@@ -288,7 +288,7 @@ class CtcLengths(Check):
     """Whether a target of ``ctc_loss`` has more labels than frames, at every step: one is enough for NaN."""
 
     name = "ctc_lengths"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._calls = CtcCalls()

@@ -44,7 +44,7 @@ class TokenTargets(Check):
     """
 
     name = "token_targets"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._tokens: tuple[Tensor, Tensor | None] | None = None
