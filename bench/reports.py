@@ -92,9 +92,7 @@ def tried(entry: dict[str, Any], arguments: list[str], limit_s: float, asks: boo
         printed = execute(["run", "--out", "run", script, *arguments], entry, folder, limit_s)
         loud = alarms(folder / "run", folder)
         # A hang is diagnosed while it lasts, and is printed at once.
-        stalls = (
-            re.findall(r"(?m)^.*(?:no progress|is stuck|stalled).*$", printed) if entry.get("hangs") else []
-        )
+        stalls = re.findall(r"(?m)^backlight: .*$", printed) if entry.get("hangs") else []
         answer = {
             "printed": printed,
             "run": level(entry, "\n".join(loud + stalls), bool(loud)),
