@@ -53,7 +53,7 @@ class TokenTargets(Check):
         self._is_next = False  # some loss has the next tokens as targets
         self._has_end = False  # some end of a sequence counts
 
-    def forward_inputs(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Copy the first tokens of a forward, and the mask that belongs to them."""
         if self.step >= FIRST_STEPS:
             HUB.remove(self)
