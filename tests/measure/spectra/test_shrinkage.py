@@ -14,6 +14,8 @@ from backlight.measure.spectra.shrinkage import (
     infer,
     mixing,
     muon,
+    noise_stable_rank,
+    noise_values,
     predict,
     threshold,
     upper_edge,
@@ -150,3 +152,32 @@ def test_clusters_cover_every_direction_once():
     assert clusters([3.0, 3.0], 0.0) == ((0, 2),)
     assert clusters([4.0], 1.0) == ((0, 1),)
     assert clusters([], 1.0) == ()
+
+
+@pytest.mark.parametrize(("p", "q"), [(200, 300), (60, 400), (400, 60)])
+def test_noise_values_are_the_means_of_drawn_noise(p, q):
+    torch.manual_seed(0)
+    drawn = torch.linalg.svdvals(0.3 * torch.randn(40, p, q, dtype=torch.float64)).mean(0).numpy()
+    expected = noise_values(0.3, p, q)
+    assert expected.shape == (min(p, q),)
+    strongest = slice(0, 9 * len(expected) // 10)  # the edge at the other end is softer in a finite matrix
+    np.testing.assert_allclose(expected[strongest], drawn[strongest], rtol=0.01)
+    assert expected[0] < bulk_edge(0.3, p, q)
+    assert (drawn**2).sum() / drawn[0] ** 2 == pytest.approx(noise_stable_rank(p, q), rel=0.03)
+
+
+@given(SHAPES, SIGMA)
+@settings(deadline=None, max_examples=20)
+def test_noise_values_hold_the_norm_of_noise(shape, sigma):
+    p, q = shape
+    values = noise_values(sigma, p, q)
+    assert (np.diff(values) <= 0).all()
+    if min(p, q) >= 20:
+        assert (values**2).sum() == pytest.approx(sigma**2 * p * q, rel=0.01)
+
+
+def test_noise_of_bad_shape_or_level_is_refused():
+    with pytest.raises(ValueError, match="sigma must be finite and not negative, got -1"):
+        noise_values(-1, 3, 4)
+    with pytest.raises(ValueError, match="the shape must not be empty, got 0 x 4"):
+        noise_values(1.0, 0, 4)

@@ -11,6 +11,7 @@ import torch
 
 from backlight.measure.noise_scale import noise_scale
 from backlight.measure.spectra.measurement import spectral_echo
+from backlight.measure.spectra.shrinkage import noise_values
 from backlight.monitors.spectra import panels as shared
 from backlight.monitors.spectra.model.echo_records import record_layer
 from backlight.monitors.spectra.panels import (
@@ -77,6 +78,11 @@ def test_explorer_shows_stored_values(source: Source) -> None:
     figures = dict(zip(data["numbers"], layer["figures"][2], strict=True))
     assert figures["edge"] == stored.measurement["edge"]
     assert math.isnan(figures["stable_rank_momentum"])
+    # What independent noise of this level and shape has.
+    p, q, sigma = stored.layer.rows, stored.layer.columns, stored.measurement["noise_sigma"]
+    np.testing.assert_allclose(layer["spectrum"][2, 3], noise_values(sigma, p, q), rtol=1e-6)
+    assert figures["threshold"] == pytest.approx(sigma * (p * q) ** 0.25)
+    assert figures["stable_rank_noise"] == pytest.approx(p * q / (p**0.5 + q**0.5) ** 2)
 
 
 @pytest.mark.slow
@@ -156,7 +162,7 @@ def test_pure_noise_is_rendered(tmp_path: Path) -> None:
     noise = Source(write_spectra_run(tmp_path / "run", plan))
     layer = drawn(noise, "spectra").data["layers"][0]
     assert np.isnan(field(layer, "echo", 0)).all()
-    assert np.isnan(layer["spectrum"]).all()
+    assert np.isnan(layer["spectrum"][:, :3]).all()
     (row,) = drawn(noise, "spectra_layers").data["tables"][0]["rows"]
     assert row[6].startswith("0 of ")
 

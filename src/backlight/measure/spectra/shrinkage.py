@@ -54,6 +54,36 @@ def upper_edge(sigma: float, p: int, q: int) -> float:
     return sigma * math.sqrt((root_p + root_q) ** 2 + _TRACY_WIDOM_99 * spread)
 
 
+_QUADRATURE = 4096
+"""Intervals of the distribution function of Marchenko and Pastur, whose ends the substitution smooths."""
+
+
+def noise_values(sigma: float, p: int, q: int) -> Float64:
+    """Return the singular values that p x q pure noise has in the limit of large matrices, ``[min(p, q)]``.
+
+    Value i is ``sigma sqrt(n x)`` with n = max(p, q) and x the quantile ``1 - (i + 1/2) / D`` of the law of
+    Marchenko and Pastur (Math. USSR Sbornik 1, 1967) of ratio ``D / n``, with density
+    ``sqrt((b - x)(x - a)) / (2 pi (D/n) x)`` between ``a, b = (1 -+ sqrt(D/n))^2``.
+    """
+    _check(sigma, p, q)
+    D, n = min(p, q), max(p, q)
+    root = math.sqrt(D / n)
+    middle, half = 1 + root**2, 2 * root  # of a and b
+    angle = (np.arange(_QUADRATURE) + 0.5) * (math.pi / _QUADRATURE)
+    x = middle - half * np.cos(angle)
+    mass = (half * np.sin(angle)) ** 2 / x
+    share = np.cumsum(mass) / mass.sum()
+    wanted = 1 - (np.arange(D) + 0.5) / D
+    return sigma * np.sqrt(
+        n * np.interp(wanted, share, x + half * np.sin(angle) * (0.5 * math.pi / _QUADRATURE))
+    )
+
+
+def noise_stable_rank(p: int, q: int) -> float:
+    """Return the stable rank of p x q pure noise, ``p q / (sqrt p + sqrt q)^2``, for large matrices."""
+    return p * q / bulk_edge(1.0, p, q) ** 2
+
+
 def threshold(sigma: float, p: int, q: int) -> float:
     """Return the strength ``s_c = sigma (p q)^(1/4)`` below which no direction can be found."""
     return sigma * math.sqrt(math.sqrt(p * q))

@@ -16,14 +16,18 @@ FIELDS = (
 )  # fmt: skip
 """What is known of a direction; all but the last three are as they are stored."""
 
-VALUES = ("median", "smallest", "largest")
-"""What is shown of the singular values of one rank over the replicates."""
+VALUES = ("median", "smallest", "largest", "noise")
+"""What is shown of the singular values of one rank: over the replicates, and those of pure noise."""
+
+EXPECTED = ("threshold", "stable_rank_noise")
+"""Numbers that the noise level and the shape give by theory, next to those that are stored."""
 
 LABELS = (
     ("replicates", "replicates"), ("batch", "samples in each"), ("noise_sigma", "noise level"),
-    ("edge", "noise edge"), ("signal_share", "signal share"), ("noise_scale", "noise scale"),
+    ("edge", "noise edge"), ("threshold", "smallest strength that can be found"),
+    ("signal_share", "signal share"), ("noise_scale", "noise scale"),
     ("identifiable", "identifiable"), ("stable_rank_gradient", "stable rank, gradient"),
-    ("stable_rank_weight", "stable rank, weight"),
+    ("stable_rank_noise", "stable rank, pure noise"), ("stable_rank_weight", "stable rank, weight"),
 )  # fmt: skip
 """Stored numbers and what they are called."""
 
@@ -48,6 +52,7 @@ CHARTS = (
         (
             ("median over the replicates", "line", "first", "median"),
             ("noise edge", "dashed", "limit", "edge"),
+            ("pure noise (Marchenko-Pastur)", "dashed", "eighth", "noise"),
         ),
         ("smallest to largest", "first", "smallest", "largest"), log_y=True,
     ),

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.measure.spectra.shrinkage import muon
-from backlight.monitors.spectra.charts import CHARTS, FIELDS, LABELS, VALUES
+from backlight.measure.spectra.shrinkage import muon, noise_stable_rank, noise_values, threshold
+from backlight.monitors.spectra.charts import CHARTS, EXPECTED, FIELDS, LABELS, VALUES
 from backlight.monitors.spectra.model.echo_records import (
     CHECKPOINT,
     LayerHistory,
@@ -108,7 +108,7 @@ def explorer(source: Source) -> tuple[dict[str, Any], list[str]]:
     return {
         "fields": FIELDS,
         "values": VALUES,
-        "numbers": tuple(STORED_NUMBERS),
+        "numbers": (*STORED_NUMBERS, *EXPECTED),
         "labels": LABELS,
         "charts": [dataclasses.asdict(chart) for chart in CHARTS],
         "layers": packed,
@@ -131,7 +131,8 @@ def _layer(layer: Layer, tables: tuple[SpectraTable, ...], most: int) -> dict[st
         "directions": directions,
         "ranks": ranks,
         "figures": np.array(
-            [[table.measurement[name] for name in STORED_NUMBERS] for table in chosen], np.float64
+            [[*(table.measurement[name] for name in STORED_NUMBERS), *_expected(table)] for table in chosen],
+            np.float64,
         ),
         "table": np.stack([_fields(table)[:, directions] for table in chosen]).astype(np.float32),
         "spectrum": np.stack([_spectrum(table)[:, ranks] for table in chosen]).astype(np.float32),
@@ -165,13 +166,22 @@ def _gaps(values: Floats, sigma: float) -> Floats:
     return gaps
 
 
+def _expected(table: SpectraTable) -> tuple[float, float]:
+    """Return the numbers of :data:`EXPECTED`: the threshold is NaN where the noise level is not known."""
+    sigma, p, q = table.measurement["noise_sigma"], table.layer.rows, table.layer.columns
+    return (threshold(sigma, p, q) if sigma > 0 else math.nan, noise_stable_rank(p, q))
+
+
 def _spectrum(table: SpectraTable) -> Floats:
     values = table.singular_values
+    sigma = table.measurement["noise_sigma"]
     out = np.full((len(VALUES), values.shape[1]), np.nan)
     seen = ~np.isnan(values).all(axis=0)
     if seen.any():
         some = values[:, seen]
-        out[:, seen] = [np.nanmedian(some, axis=0), np.nanmin(some, axis=0), np.nanmax(some, axis=0)]
+        out[:3, seen] = [np.nanmedian(some, axis=0), np.nanmin(some, axis=0), np.nanmax(some, axis=0)]
+    if sigma > 0:
+        out[3] = noise_values(sigma, table.layer.rows, table.layer.columns)[: values.shape[1]]
     return out
 
 

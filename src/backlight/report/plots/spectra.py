@@ -33,11 +33,12 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class View:
-    """One layer at one step: its ``spectrum`` ``[3, J]``, its ``fields`` ``[K]`` and ``figures`` by name."""
+    """One layer at one step: its ``spectrum`` ``[4, J]``, its ``fields`` ``[K]`` and ``figures`` by name."""
 
     layer: Mapping[str, Any]
     step: int
     spectrum: Floats
+    values: Sequence[str]
     fields: Mapping[str, Floats]
     figures: Mapping[str, float]
 
@@ -48,8 +49,8 @@ class View:
             values, of = self.column(name), self.column(by)
             top = float(np.nanmax(of, initial=0.0)) if np.isfinite(of).any() else 0.0
             return values / top if top > 0 else np.full(len(values), np.nan)
-        if name in {"median", "smallest", "largest"}:
-            row: Floats = self.spectrum[("median", "smallest", "largest").index(name)]
+        if name in self.values:
+            row: Floats = self.spectrum[self.values.index(name)]
             return row
         if name in {"ranks", "directions"}:
             return np.asarray(self.layer[name], np.float64) + 1
@@ -84,6 +85,7 @@ def views_of(layer: Mapping[str, Any], data: Mapping[str, Any]) -> list[View]:
             layer,
             int(step),
             spectrum[i],
+            tuple(data["values"]),
             dict(zip(data["fields"], tables[i], strict=True)),
             dict(zip(data["numbers"], figures[i].tolist(), strict=True)),
         )
