@@ -176,10 +176,10 @@ PROGRAMS = (
     _rl("sac_continuous_action", f"{_PENDULUM} --buffer-size 2000"),
     _rl("td3_continuous_action", f"{_PENDULUM} --buffer-size 2000"),
     _rl("ddpg_continuous_action", f"{_PENDULUM} --buffer-size 2000"),
-    Program("Pyro lda", PYRO, "examples/lda.py", "--num-steps 100 -d 200 -w 128"),
-    Program("Pyro svi_torch", PYRO, "examples/svi_torch.py", "--num-epochs 2"),
-    Program("Pyro minipyro", PYRO, "examples/minipyro.py", "--num-steps 200"),
-    Program("Pyro eight schools", PYRO, "examples/eight_schools/svi.py", "--num-epochs 200"),
+    Program("Pyro lda", PYRO, "examples/lda.py", "--num-steps 100 -d 200 -w 128", folder="."),
+    Program("Pyro svi_torch", PYRO, "examples/svi_torch.py", "--num-epochs 2", folder="."),
+    Program("Pyro minipyro", PYRO, "examples/minipyro.py", "--num-steps 200", folder="."),
+    Program("Pyro eight schools", PYRO, "examples/eight_schools/svi.py", "--num-epochs 200", folder="."),
     Program(
         "Opacus mnist", OPACUS, "examples/mnist.py",
         "--device cpu -n 2 --lr .25 --sigma 1.3 -c 1.5 --batch-size 64 --data-root data", {"data": "mnist"},
@@ -269,18 +269,6 @@ PROGRAMS = (
         {"data": "cats_and_dogs", "torch-home": "resnet50"}, seconds=25.0,
     ),
     Program(
-        "mmpretrain, frozen stages", "open-mmlab/mmpretrain", "tools/train.py",
-        "configs/resnet/resnet18_8xb32_in1k.py --work-dir out --cfg-options model.backbone.frozen_stages=2 "
-        "model.backbone.norm_eval=True model.head.num_classes=2 model.head.topk=[1] "
-        "train_dataloader.batch_size=4 train_dataloader.num_workers=0 "
-        "train_dataloader.persistent_workers=False train_dataloader.dataset.type=CustomDataset "
-        "train_dataloader.dataset.data_root=data/train train_dataloader.dataset.split= "
-        "val_dataloader.dataset.type=CustomDataset val_dataloader.dataset.data_root=data/validation "
-        "val_dataloader.dataset.split= val_dataloader.num_workers=0 "
-        "val_dataloader.persistent_workers=False val_evaluator.topk=[1]",
-        {"../data": "photographs"}, folder=".", seconds=25.0,
-    ),
-    Program(
         "Stanford Alpaca", "tatsu-lab/stanford_alpaca", "train.py",
         "--model_name_or_path model --data_path alpaca_data.json --output_dir out --num_train_epochs 1 "
         "--per_device_train_batch_size 4 --learning_rate 1e-3 --lr_scheduler_type cosine "
@@ -310,11 +298,6 @@ PROGRAMS = (
         "road_finetuning",
         "--base_model model --data_path data --output_dir out --device cpu --batch_size 4 --val_set_size 20 "
         "--learning_rate 1e-3 --eval_step 50 --save_step 50",
-    ),
-    _adapter(
-        "randlora_finetuning",
-        "--base_model model --data_path data --output_dir out --device cpu --batch_size 4 --val_set_size 20 "
-        "--learning_rate 1e-3 --eval_step 50 --save_step 50 --rank 4",
     ),
     _preference("trl/scripts/sft", "conversations"),
     _preference("trl/scripts/sft", "conversations", "--use_peft --lora_r 4"),
@@ -371,7 +354,7 @@ PROGRAMS = (
     ),
     Program(
         "word language model, transformer", EXAMPLES, "word_language_model/main.py",
-        "--model Transformer --epochs 3 --emsize 64 --nhid 64 --lr 1 --use-optimizer",
+        "--model Transformer --epochs 3 --emsize 64 --nhid 64 --lr 1",
         {"data/wikitext-2": "text"},
     ),
     Program("regression", EXAMPLES, "regression/main.py"),

@@ -2,6 +2,11 @@
 
 TRUE = {
     ("DLRM", "no_gradient"): "all units of the bottom perceptron are dead, so dense inputs have no effect",
+    ("TCN copy memory", "clipping"): "clips before backward (line 120), when there are no gradients",
+    ("mixture of experts", "loss_input"): "experts end in a softmax (moe.py:120), then CrossEntropyLoss",
+    ("PyTorch-Tutorial 504_batch_normalization", "no_gradient"): (
+        "the net without norms holds `bn_input`, which forward calls only with norms (lines 57, 79)"
+    ),
     ("nlp-tutorial BERT", "trained_tensors"): "attention makes its output layer and norm in every forward",
     ("PyTorch-GAN acgan", "loss_input"): "softmax, then CrossEntropyLoss",
     ("PyTorch-GAN infogan", "loss_input"): "softmax, then CrossEntropyLoss",
