@@ -206,7 +206,7 @@ def main() -> None:
             least, most = ((value - 1) * 100 for value in interval(values))
             cells += [f"{middle:+.2f} %", f"{least:+.2f} … {most:+.2f} %", f"{low:+.1f} … {high:+.1f} %"]
         table.add_row(name, *cells)
-    Console().print(table)
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":
