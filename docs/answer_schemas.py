@@ -86,6 +86,10 @@ class _Experiment(TypedDict):
     ci_expects: str
 
 
+class _Experiments(TypedDict):
+    experiments: list[_Experiment]
+
+
 class _Part(TypedDict):
     name: str
     times: int
@@ -152,8 +156,8 @@ ANSWERS: Mapping[str, Any] = {
     "findings": _Findings | _answer(StepSamples),
     "gram": _answer(GramRecord),
     "grok detect": _list(_Grokking | _NotEvaluated),
-    "grok list": list[_Experiment],
-    "grok run": _Estimate,
+    "grok list": _answer(_Experiments),
+    "grok run": _answer(_Estimate),
     "ls": list[ListedRun],
     "memory measure": _answer(_without(MeasuredMemory, "account")),
     "memory predict": _answer(_without(PredictedMemory, "account")),

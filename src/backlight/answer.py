@@ -1,7 +1,8 @@
 """Result of a command: a verdict, the facts behind it, tables and notes.
 
-A table declares its columns once; the terminal (:mod:`backlight.cli.console`), the page and Markdown
-(:mod:`backlight.report.tables`) and JSON (:meth:`Answer.as_json`) each have one printer for all of them.
+A table declares its columns once; the terminal (:mod:`backlight.cli.console`), the page
+(:mod:`backlight.report.panel`), Markdown (:mod:`backlight.report.markdown`) and JSON (:meth:`Answer.as_json`)
+each have one printer for all of them.
 """
 
 from __future__ import annotations

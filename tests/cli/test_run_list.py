@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 import backlight
-from backlight.cli.render.run_list import print_runs
+from backlight.cli.run_list import print_runs
 from backlight.records import Evidence, Finding, RunStatus, Severity, Subject
 from backlight.store.format.manifest import ListedSummary, read_manifest
 from backlight.store.format.schema import EVALUATED

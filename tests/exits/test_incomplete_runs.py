@@ -20,7 +20,7 @@ from backlight import codec
 from backlight.analysis.compare import compare
 from backlight.analysis.comparison_answer import answer
 from backlight.cli.console import Page
-from backlight.cli.render.run_list import print_runs
+from backlight.cli.run_list import print_runs
 from backlight.notifier import Notifier
 from backlight.records import EVERYTHING, FROM_HERE_ON, OTHERS, ParameterRecord, RunStatus
 from backlight.report.annotations import render_annotations

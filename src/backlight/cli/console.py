@@ -201,10 +201,11 @@ def print_json(answer: Any) -> None:
 
 
 def print_answer(
-    answer: Answer, *, as_json: bool, full: bool = False, rows: int | None = None, before: str = ""
-) -> None:
-    """Print an answer as JSON or as text; see :meth:`Page.answer`."""
+    answer: Answer, *, as_json: bool, full: bool = False, rows: int | None = None, before: str = "",
+    errors: bool = False,
+) -> None:  # fmt: skip
+    """Print an answer as JSON, or as text, with ``errors`` on standard error; see :meth:`Page.answer`."""
     if as_json:
         print_json(answer.as_json())
     else:
-        Page().answer(answer, full=full, rows=rows, before=before)
+        Page(errors=errors).answer(answer, full=full, rows=rows, before=before)

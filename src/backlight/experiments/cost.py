@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from backlight import devices
+from backlight.answer import Answer, Column, Table, word
 from backlight.experiments.config import Configuration
 from backlight.experiments.experiment import Duration
 from backlight.experiments.runner import build, measures_of, named_gradients, probe_of, torch_threads
@@ -23,7 +24,7 @@ from backlight.monitors.grokking.instrument.tracker import MeasureTracker
 from backlight.monitors.grokking.model.measures import TIERS, at_tier, free_bytes, left_out
 from backlight.monitors.grokking.settings import SAMPLED, Measures
 from backlight.processes import available_memory, resident_memory
-from backlight.text import size
+from backlight.text import duration, size
 
 MEASURED = (
     "gradients", "products", "window", "mean_gradient", "gram", "vectors", "agop", "influence", "ntk",
@@ -120,6 +121,29 @@ class Estimate:
         """Return the names of what ``tier`` does not store."""
         return left_out(self.measures, at_tier(self.measures, tier))
 
+    def answer(self) -> Answer:
+        """Return whether everything fits, and what each part takes."""
+        tier, whole = self.fitting(), TIERS[0]
+        facts = [
+            f"in all: {duration(self.seconds())}, {size(self.disk())} of disk and {size(self.memory())} of "
+            "memory",
+            f"this machine: {size(self.free_disk)} of disk and {size(self.free_memory)} of memory are free",
+        ]
+        if tier and tier != whole:
+            facts.append(f"with --degrade: {tier}; left out: {', '.join(self.left_out(tier))}")
+        elif not tier:
+            facts.append(f"not even scalars alone fit: {self.problem(TIERS[-1])}")
+        parts = Table(
+            (
+                word("part", "name"), Column("times", "times", str), Column("each", "seconds", duration),
+                Column("time", "total_seconds", duration), Column("disk", "total_disk", _bytes),
+                Column("memory", "memory", _bytes),
+            ),
+            (*self.training, *self.measured), brief=len(self.training) + len(self.measured),
+        )  # fmt: skip
+        verdict = "everything fits" if tier == whole else f"does not fit: {self.problem(whole)}"
+        return Answer(verdict, self.as_mapping(), tuple(facts), (parts,))
+
     def as_mapping(self) -> dict[str, Any]:
         """Return the estimate as plain values."""
         tier = self.fitting()
@@ -147,6 +171,10 @@ class Estimate:
             "tier": tier,
             "left_out": list(self.left_out(tier)) if tier else [],
         }
+
+
+def _bytes(amount: int) -> str:
+    return size(amount) if amount else ""
 
 
 class _ByteCounter:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from backlight.answer import Answer, Table, word
 from backlight.cli.app import command, grok
-from backlight.cli.console import make_table, print_json
+from backlight.cli.console import print_answer, print_json
 from backlight.cli.options import json_option, readable_run
-from backlight.terminal import make_console, write
+from backlight.terminal import write
+from backlight.text import count
 
 if TYPE_CHECKING:
     from backlight.experiments.config import Configuration
@@ -55,15 +57,15 @@ def listing(*, as_json: bool) -> None:
         }
         for name, entry in EXPERIMENTS.items()
     ]  # fmt: skip
-    if as_json:
-        print_json(rows)
-        return
-    folded = ("experiment", "effect")
-    table = make_table("name", "experiment", "arXiv", "effect", "expects", "ci", folded=folded)
-    for row in rows:
-        keys = ("name", "title", "arxiv", "effect", "expects", "ci_expects")
-        table.add_row(*(row[key] or "-" for key in keys))
-    make_console().print(table)
+    columns = (
+        word("name", "name"), word("experiment", "title", "text"), word("arXiv", "arxiv"),
+        word("effect", "effect", "text"), word("expects", "expects"),
+        word("ci", lambda row: row["ci_expects"] or None),
+    )  # fmt: skip
+    listed = Answer(
+        count(len(rows), "experiment"), {"experiments": rows}, tables=(Table(columns, rows, len(rows)),)
+    )
+    print_answer(listed, as_json=as_json, full=True)
 
 
 @command("detect", "backlight grok detect runs/nanda-ci-seed-0", group=grok)
@@ -93,14 +95,13 @@ def detect(
     Controls and other seeds are found among the given runs and in directories next to each. Exit code 2 if a
     run cannot be evaluated; the others are.
     """
-    from backlight.cli.render.grok import print_examined
-    from backlight.monitors.grokking.model.analysis import analyse, neighbours
+    from backlight.monitors.grokking.model.analysis import analyse, answer, neighbours
     from backlight.monitors.grokking.model.curves import DetectionError
     from backlight.store.read.run import open_run
 
     opened = [open_run(path) for path in runs]
     against = [open_run(path) for path in control_run]
-    console, out, failed = make_console(), [], False
+    out, failed = [], False
     for run in opened:
         try:
             analysis = analyse(
@@ -111,9 +112,10 @@ def detect(
             out.append({"run": run.location, "error": str(error)})
             write(f"backlight: {error}", file=sys.stderr)
             continue
-        out.append(analysis.as_json())
+        reply = answer(analysis)
+        out.append(reply.as_json())
         if not as_json:
-            print_examined(analysis, console)
+            print_answer(reply, as_json=False, full=True)
     if as_json:
         print_json(out)
     return 2 if failed else 0

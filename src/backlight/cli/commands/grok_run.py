@@ -14,7 +14,7 @@ import click
 from backlight import codec
 from backlight.cli.app import command, grok
 from backlight.cli.commands.grok import configured, overlay
-from backlight.cli.console import print_json
+from backlight.cli.console import print_answer
 from backlight.cli.options import (
     PATH,
     changes_option,
@@ -139,7 +139,6 @@ class _Request:
 
 def _estimate(request: _Request, *, as_json: bool) -> int:
     """Print the configuration, and what it takes by timing a few steps and each measure."""
-    from backlight.cli.render.grok import print_estimate
     from backlight.experiments.cost import estimate_of
 
     configuration = request.configuration()
@@ -150,10 +149,7 @@ def _estimate(request: _Request, *, as_json: bool) -> int:
         estimate = estimate_of(
             configuration, request.out or Path("runs"), on_part=lambda part: status.update(f"timing {part}")
         )
-    if as_json:
-        print_json(estimate.as_mapping())
-    else:
-        print_estimate(estimate, console)
+    print_answer(estimate.answer(), as_json=as_json, full=True, errors=True)
     return 0
 
 

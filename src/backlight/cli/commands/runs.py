@@ -56,7 +56,7 @@ def ls(*, folder: Path, as_json: bool) -> None:
     The loss is the last one logged, with what it is where one step has several. Findings are those stored
     while the run was watched; none: checked, nothing found; -: not checked.
     """
-    from backlight.cli.render.run_list import print_runs
+    from backlight.cli.run_list import print_runs
     from backlight.store.read.run_list import list_runs
 
     runs = list_runs(folder)
@@ -359,7 +359,7 @@ def query(
     write nothing.
     """
     from backlight.analysis import sql
-    from backlight.cli.render.run_list import print_rows, print_tables
+    from backlight.cli.run_list import print_rows, print_tables
     from backlight.store.read.run import open_run
 
     if path is not None and statement is None and not tables and not path.is_dir():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from backlight import codec
-from backlight.answer import Column, Table, word
+from backlight.answer import Answer, Column, Table, word
 from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.monitors.grokking.model.curves import DetectionError, change_points
 from backlight.monitors.grokking.model.lead_lag import FOLLOWS, LeadLag, lead_lags, needed_of_each
@@ -81,6 +81,69 @@ class GrokkingAnalysis:
         if self.control is not None and self.control_detection is not None:
             plain["control"] = {"run": str(self.control.path), **codec.plain(self.control_detection)}
         return plain
+
+
+_STATE = {True: "holds", False: "fails", None: "not known"}
+
+
+def answer(analysis: GrokkingAnalysis) -> Answer:
+    """Return the verdict, times, conditions, sweep and control, and what follows the test accuracy."""
+    detection, facts = analysis.detection, [analysis.detection.claim]
+    if detection.sweep:
+        accuracies, shares = (
+            [p.train_accuracy for p in detection.sweep],
+            [p.test_share for p in detection.sweep],
+        )
+        facts.append(
+            f"sweep: grokking at {sum(p.grokking for p in detection.sweep)} of {len(detection.sweep)} "
+            f"lines, training accuracy {min(accuracies):.3g} to {max(accuracies):.3g}, {min(shares):.3g} to "
+            f"{max(shares):.3g} of the way to the plateau"
+        )
+    if analysis.changes:
+        shown = ", ".join(number(step) for step in analysis.changes[:8])
+        facts.append(f"change points of the test accuracy: step {shown}")
+    if analysis.control is not None and (theirs := analysis.control_detection) is not None:
+        facts.append(f"control {visible(analysis.control.path.name)}: {theirs.words}. {theirs.claim}")
+    conditions = (
+        word("condition", "name"), word("expected", "expected", "text"), word("got", "got", "text"),
+        word("", lambda condition: _STATE[condition.held]),
+    )  # fmt: skip
+    about = filter(
+        None, (analysis.facts.experiment, analysis.facts.control and f"control: {analysis.facts.control}")
+    )
+    return Answer(
+        f"{', '.join((analysis.run.location, *about))}: {detection.words}",
+        analysis.as_json(),
+        tuple(facts),
+        (
+            *([Table(conditions, detection.conditions)] if detection.conditions else []),
+            # The test accuracy of a control is noise, which nothing can follow.
+            *([following_table(analysis)] if analysis.following and not analysis.facts.control else []),
+        ),
+        tuple(_notes(analysis)),
+    )
+
+
+def _notes(analysis: GrokkingAnalysis) -> Iterator[str]:
+    """Yield what was not measured, and how the table of what follows is read."""
+    if analysis.changes is None:
+        yield "change points: not measured; pip install 'backlight[research]'"
+    yield from analysis.detection.notes
+    if analysis.facts.control:
+        return
+    if analysis.control is None or analysis.control_detection is None:
+        yield (
+            "no matched control was found: no measure can be attributed to grokking. Run the same with "
+            "--control random-labels"
+        )
+    if analysis.following:
+        yield "corr.: rank correlation with the test accuracy after memorisation; lead in steps"
+    if analysis.following and analysis.controls:
+        yield (
+            "control: how far the measure of the controls moves with it, as a share; q: false-discovery rate "
+            "at which the two differ"
+        )
+        yield analysis.signals()
 
 
 def following_table(analysis: GrokkingAnalysis) -> Table:
