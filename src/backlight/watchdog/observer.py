@@ -38,6 +38,7 @@ from backlight.watchdog.observation import (
 )
 from backlight.watchdog.shared_state import RankStatus, StateSnapshot, read_state
 from backlight.watchdog.stacks import StackSample, ThreadStack
+from backlight.watchdog.start_waits import StartWait
 from backlight.watchdog.timeouts import StallLimits, is_suspicious, timeout_of
 from backlight.watchdog.waits import WaitCause, find_named_wait, name_wait, variables_of
 
@@ -88,6 +89,7 @@ class RankObserver:
         self._oom_kills = processes.count_oom_kills()
         self._exit_reason: ExitReason | None = None
         self._ran_py_spy = False
+        self.start_wait = StartWait(limits)
 
     def poll(self, *, closely: bool = False) -> None:
         """Read the shared state; read CPU times and, where needed, a stack dump when it looks suspicious."""
@@ -104,6 +106,7 @@ class RankObserver:
         if self._check_end():
             return
         self._history.append(state)
+        self.start_wait.update(state)
         if closely or is_suspicious(state, self._limits):
             self._examine(state)
         else:

@@ -48,6 +48,9 @@ class StallLimits(Limits, monitor="stalls"):
     floor_checkpoint: float = limit(
         600.0, "inside a checkpoint, in a wait with a name: a large one takes minutes to write", low=0.1
     )
+    floor_start: float = limit(
+        30.0, "without any work before the first backward, in a wait with a name", low=0.1
+    )
     idle: float = limit(0.05, "share of one core below which a process waits rather than works", high=1.0)
     busy: float = limit(0.6, "share of one core above which a thread computes without a pause", high=1.0)
     looks: float = limit(3.0, "stack samples without which a finding names no line", low=2.0)
@@ -77,6 +80,12 @@ def timeout_of(state: StateSnapshot, limits: StallLimits) -> float | None:
         # up the mean. The first one may come before the first backward.
         return max(floor, usual, min(TIMES_LONGEST * state.longest_other_s, MAX_LONGEST_S))
     return max(floor, usual)
+
+
+def is_preparing(state: StateSnapshot) -> bool:
+    """Return whether a rank has no timeout since it has not trained yet."""
+    is_exempt = state.phase in EXEMPT_PHASES or state.phase in _COMPUTING or state.inside
+    return not state.backwards and not is_exempt
 
 
 def is_suspicious(state: StateSnapshot, limits: StallLimits) -> bool:

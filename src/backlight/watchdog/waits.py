@@ -18,6 +18,7 @@ from pathlib import Path
 from backlight import clock, processes
 from backlight.distributed import WATCHDOG, ProcessNotFoundError, find_ranks
 from backlight.processes import ProcessEnd, WaitReason
+from backlight.user_code import is_third_party, is_user_code
 from backlight.watchdog.stacks import NATIVE_TIMEOUT_S, Frame, ThreadStack, dump_by_py_spy
 
 DEPTH = 12
@@ -86,13 +87,18 @@ class ForkLibrary(enum.Enum):
 
     OPENMP = enum.auto()
     TOKENIZERS = enum.auto()
+    POLARS = enum.auto()
+    ARROW = enum.auto()
+    OPENCV = enum.auto()
 
 
 FORK_LIBRARIES = {
+    "polars": ForkLibrary.POLARS, "libarrow": ForkLibrary.ARROW, "pyarrow": ForkLibrary.ARROW,
+    "cv2": ForkLibrary.OPENCV, "libopencv": ForkLibrary.OPENCV,
     "libgomp": ForkLibrary.OPENMP, "libomp": ForkLibrary.OPENMP, "libiomp": ForkLibrary.OPENMP,
     "tokenizers": ForkLibrary.TOKENIZERS, "rayon": ForkLibrary.TOKENIZERS,
 }  # fmt: skip
-"""Libraries by a part of their native frames."""
+"""Libraries by a part of their native frames, or of the files of their Python frames; the first counts."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,7 @@ class WaitCause:
     end: ProcessEnd | None = None  # of the worker, where it is dead
     is_pipe: bool = False  # standard input is one
     library: ForkLibrary | None = None
+    line: str = ""  # of the worker, where its stack is known
 
 
 def find_named_wait(stack: ThreadStack) -> tuple[NamedWait, Frame] | None:
@@ -268,13 +275,30 @@ def _loader_wait(pid: int, oom_kills_before: int | None) -> WaitCause | None:
     idle = [w for w in workers if w.pid not in busy]
     locked = [w for w in idle if processes.wait_reason(w.pid, w.pid) is WaitReason.LOCK]
     for worker in locked[:MAX_SAMPLED]:
-        sample, _ = dump_by_py_spy(worker.pid, native=True, timeout_s=NATIVE_TIMEOUT_S)
-        native = [f"{f.file} {f.function}" for t in (sample.threads if sample else ()) for f in t.native]
-        for part, library in FORK_LIBRARIES.items():
-            if any(part in frame for frame in native):
-                return WaitCause(WaitName.INHERITED_LOCK, pids=(worker.pid,), library=library)
+        cause = _inherited_lock(worker.pid, is_alone=not busy)
+        if cause is not None:
+            return cause
     if busy:
         return WaitCause(WaitName.BUSY_WORKER, progresses=True, pids=tuple(sorted(busy)))
+    return None
+
+
+def _inherited_lock(pid: int, *, is_alone: bool) -> WaitCause | None:
+    """Return the lock that a worker cannot get: of a library, or of threads that its fork has left behind.
+
+    ``is_alone``: no other worker computes, which could hold a lock that they share.
+    """
+    sample, _ = dump_by_py_spy(pid, native=True, timeout_s=NATIVE_TIMEOUT_S)
+    threads = sample.threads if sample else ()
+    texts = [f"{frame.file} {frame.function}" for thread in threads for frame in thread.native]
+    texts += [f.file for thread in threads for f in thread.frames if is_third_party(f.file)]
+    line = next((str(f) for t in threads for f in t.frames if is_user_code(f.file)), "")
+    for part, library in FORK_LIBRARIES.items():
+        if any(part in text for text in texts):
+            return WaitCause(WaitName.INHERITED_LOCK, pids=(pid,), library=library, line=line)
+    # Its one thread can be woken by another process only, and these do nothing.
+    if is_alone and len(processes.read_threads(pid)) == 1 and not _runs(pid, pid):
+        return WaitCause(WaitName.INHERITED_LOCK, pids=(pid,), line=line)
     return None
 
 
@@ -331,18 +355,25 @@ def _computing(pids: Collection[int]) -> set[int]:
     return {pid for pid in pids if _computes(pid, tables)}
 
 
-def _computes(pid: int, tables: list[dict[int, processes.Process]]) -> bool:
+def descendants(pid: int, table: Mapping[int, processes.Process]) -> set[int]:
+    """Return a process with all that it has started, backlight's own left out."""
     family, size = {pid}, 0
     while size != len(family):
         size = len(family)
-        family |= {p.pid for p in tables[-1].values() if p.parent in family and not _is_observer(p.pid)}
-    used = _cpu_s(family, tables[-1]) - _cpu_s(family & tables[0].keys(), tables[0])
+        family |= {p.pid for p in table.values() if p.parent in family and not _is_observer(p.pid)}
+    return family
+
+
+def _computes(pid: int, tables: list[dict[int, processes.Process]]) -> bool:
+    family = descendants(pid, tables[-1])
+    used = cpu_s(family, tables[-1]) - cpu_s(family & tables[0].keys(), tables[0])
     # On an overloaded machine a process that computes waits for a core most of the time.
     ready = [p for p in family if all(p in table and table[p].state == "R" for table in tables)]
     return bool(ready) or used > MIN_CORES * WINDOW_S
 
 
-def _cpu_s(pids: Iterable[int], table: Mapping[int, processes.Process]) -> float:
+def cpu_s(pids: Iterable[int], table: Mapping[int, processes.Process]) -> float:
+    """Return the processor seconds that processes have taken so far."""
     return sum(table[pid].cpu_s for pid in pids if pid in table)
 
 

@@ -15,7 +15,7 @@ from backlight import clock
 from backlight.records import DiagnosisKind
 from backlight.store.format.schema import ENDED
 from backlight.watchdog import reports, runtime_dir
-from backlight.watchdog.cause import MIN_PAUSE_S, cause_of, name_function
+from backlight.watchdog.cause import MIN_PAUSE_S, cause_of, name_function, named_cause
 from backlight.watchdog.decision import decide, decide_calls, open_to_unobserved
 from backlight.watchdog.diagnosis import Cause, Decision
 from backlight.watchdog.observation import Observation, name_reductions, summarize_stacks
@@ -121,6 +121,9 @@ class Watchdog:
             observer.poll()
         self._report_resolutions()
         self._report_mismatch()
+        for observer in self._ranks.values():
+            if observer.start_wait.is_due and not observer.is_done:
+                self._report_start(observer)
         due = [r for r in self._ranks.values() if self._is_due(r)]
         if due:
             self._report_stall(due)
@@ -332,6 +335,17 @@ class Watchdog:
         if not is_slow and self._has_peers():
             self._peers.publish(DIAGNOSED, host)
             self._peers.ask(timeout_s or 0.0)
+
+    def _report_start(self, observer: RankObserver) -> None:
+        """Report a wait with a name of a rank that has not trained yet, and does nothing."""
+        self._examine_closely()
+        observations = self._observe()
+        obs = next(o for o in observations if o.rank == observer.rank)
+        if obs.state is None or not observer.start_wait.confirms(obs.cause, obs.state):
+            return
+        cause = named_cause(obs, self._limits)
+        if cause is not None and self._log.is_news(Decision(cause), [observer], [observer], observations):
+            self._emit(Decision(cause), [obs], observations)
 
     def _take_native_samples(self, decision: Decision, due: list[RankObserver]) -> bool:
         """Take native stacks of a rank whose cause is not known, once; return False while its own come in."""

@@ -97,6 +97,9 @@ _LOADER = "it waits for worker {pids} of the data loader, "
 _LIBRARIES = {
     ForkLibrary.OPENMP: ("OpenMP", "call torch.set_num_threads(1)"),
     ForkLibrary.TOKENIZERS: ("tokenizers", "set TOKENIZERS_PARALLELISM=false"),
+    ForkLibrary.POLARS: ("polars", "read with another library"),
+    ForkLibrary.ARROW: ("Arrow", "call pyarrow.set_cpu_count(1)"),
+    ForkLibrary.OPENCV: ("OpenCV", "call cv2.setNumThreads(0)"),
 }
 _WAITS = {
     WaitName.EXTENSION_LOCK: (
@@ -140,7 +143,7 @@ _WAITS = {
         "use fewer workers, a smaller prefetch_factor or smaller items: they share one limit of memory",
     ),
     WaitName.INHERITED_LOCK: (
-        _LOADER + "which is in a lock of {library} that it inherited by fork",
+        _LOADER + "which is in a lock{library} that it inherited by fork{worker_line}",
         "start workers with multiprocessing_context='spawn', or {without} in them",
     ),
     WaitName.WORKER_STORAGE: (
@@ -176,10 +179,11 @@ def describe_wait(wait: WaitCause) -> tuple[str, str]:
     on_their_way = ", ".join(
         f"rank {rank} (process {pid})" for rank, pid in zip(wait.ranks, wait.pids or (), strict=False)
     )
-    library, without = _LIBRARIES.get(wait.library, ("", "")) if wait.library is not None else ("", "")
+    library, without = _LIBRARIES[wait.library] if wait.library is not None else ("", "create what holds it")
     values = {
         "path": wait.path or "its path is not known", "on": f" on {wait.path}" if wait.path else "",
-        "pids": pids, "holder": holder, "library": library, "without": without, "workers": workers,
+        "pids": pids, "holder": holder, "library": f" of {library}" if library else "",
+        "worker_line": f" (`{wait.line}`)" if wait.line else "", "without": without, "workers": workers,
         "stdin": f"a pipe{writers}" if wait.is_pipe else "the terminal",
         "end": "" if wait.end is None else was_text(wait.end),
         "ranks": f"; {on_their_way} computes" if on_their_way else "",
