@@ -351,3 +351,107 @@ def emptied_teacher_that_is_not_used() -> None:
     unused.to_empty(device="cpu")
     train(perceptron())
     assert unused.training
+
+
+SAVED_STEPS = 20
+
+Make = Callable[[torch.optim.Optimizer], Any]
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+
+
+def resumed_with_a_schedule(
+    restore: Callable[[Any, Any], object],
+    *,
+    make: Make = cosine,
+    loads_optimizer: bool = True,
+    saved: Make = cosine,
+    last: int = SAVED_STEPS,
+    lr: float = 1e-3,
+) -> None:
+    """Resume a run whose schedule was at step ``last``; ``restore(schedule, its state)``."""
+    content, model, optimizer = resumed(lr)
+    before = saved(torch.optim.Adam(perceptron().parameters(), lr=1e-3))
+    content["scheduler"] = before.state_dict() | {"last_epoch": last}
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    content = torch.load(file)
+    if loads_optimizer:
+        optimizer.load_state_dict(content["optimizer"])
+    schedule = make(optimizer)
+    restore(schedule, content["scheduler"])
+    loop = Loop(model, optimizer, has_schedule=False)
+    loop.after_update = lambda _: schedule.step()
+    loop.run()
+
+
+@fault(rule="not_restored", kind="part", severity="warning", step=0, names="The state of CosineAnnealingLR")
+def schedule_not_restored(injected: bool) -> None:
+    resumed_with_a_schedule(lambda schedule, state: None if injected else schedule.load_state_dict(state))
+
+
+@fault(rule="not_restored", kind="part", severity="warning", step=0, names="The state of OneCycleLR")
+def one_cycle_not_restored(injected: bool) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-3, total_steps=100)
+
+    resumed_with_a_schedule(
+        lambda schedule, state: None if injected else schedule.load_state_dict(state), make=make, saved=make
+    )
+
+
+def steps_up(schedule: Any, state: Any) -> None:
+    for _ in range(state["last_epoch"]):
+        schedule.step()
+
+
+def of_last_step(optimizer: torch.optim.Optimizer) -> Any:
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 1e-3
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100, last_epoch=SAVED_STEPS)
+
+
+def exponential(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+
+
+RESUMED: dict[str, dict[str, Any]] = {
+    "schedule_that_catches_up": {"restore": steps_up},
+    "schedule_created_at_its_last_step": {"restore": lambda *_: None, "make": of_last_step},
+    "schedule_of_another_kind": {"restore": lambda *_: None, "make": exponential},
+    "schedule_that_had_not_begun": {"restore": lambda *_: None, "last": 0},
+    "schedule_of_a_fine_tuning": {"restore": lambda *_: None, "loads_optimizer": False, "lr": 1e-4},
+    "schedule_set_by_hand": {
+        "restore": lambda schedule, state: setattr(schedule, "last_epoch", state["last_epoch"])
+    },
+}
+
+
+def _resumed_control(name: str) -> None:
+    def loop() -> None:
+        resumed_with_a_schedule(**RESUMED[name])
+
+    loop.__name__ = name
+    control(loop)
+
+
+for key in RESUMED:
+    _resumed_control(key)
+
+
+@fault(rule="not_restored", kind="part", severity="info", step=0, names="The state of GradScaler")
+def scaler_not_restored(injected: bool) -> None:
+    content, model, optimizer = resumed()
+    content["scaler"] = torch.amp.GradScaler("cpu", init_scale=512.0).state_dict()
+    file = io.BytesIO()
+    torch.save(content, file)
+    file.seek(0)
+    content = torch.load(file)
+    optimizer.load_state_dict(content["optimizer"])
+    loop = Loop(model, optimizer, has_scaler=True)
+    if not injected:
+        loop.init_scale = content["scaler"]["scale"]
+    loop.run()

@@ -98,6 +98,20 @@ def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
+@dataclass(frozen=True)
+class _SavedPart:
+    """The state of a schedule or a gradient scaler in a checkpoint: its keys, and how far it was."""
+
+    keys: frozenset[str]
+    value: float
+    line: str
+
+
+SCHEDULE = frozenset({"last_epoch", "_last_lr", "base_lrs"})
+SCALER = frozenset({"scale", "growth_factor", "backoff_factor", "growth_interval"})
+"""Keys that the state of a schedule, and that of a gradient scaler, have."""
+
+
 class RestoredState(Check):
     """Compares a checkpoint that is loaded with what the training run begins with."""
 
@@ -111,6 +125,10 @@ class RestoredState(Check):
         self._values: list[tuple[Snapshot, list[_Matrix]]] = []
         self._rates: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Rates] = weakref.WeakKeyDictionary()
         self._refused: list[tuple[weakref.ref[nn.Module], facts.NothingLoaded]] = []
+        self._schedules: list[_SavedPart] = []
+        self._scalers: list[_SavedPart] = []
+        self._made_schedules: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._resumed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._tied: set[tuple[tuple[str, ...], int]] = set()  # names of one tensor in a checkpoint
         self._untied: list[tuple[tuple[weakref.ref[Tensor], ...], facts.UntiedWhenLoaded]] = []
         self._emptied: list[tuple[weakref.ref[nn.Module], Snapshot, list[_Emptied], str]] = []
@@ -120,6 +138,12 @@ class RestoredState(Check):
     def loaded(self, value: Any) -> None:
         """Remember the states of optimizers and the tied parameters in a checkpoint."""
         self._tied |= {tie for part in _mappings(value) for tie in _ties(part)}
+        for part in _mappings(value):
+            line = str(user_line() or "")
+            if part.keys() >= SCHEDULE and (last := _number(part["last_epoch"])) is not None:
+                self._schedules.append(_SavedPart(frozenset(part), last, line))
+            elif part.keys() >= SCALER and (scale := _number(part["scale"])) is not None:
+                self._scalers.append(_SavedPart(frozenset(part), scale, line))
         for state in filter(_is_optimizer_state, _mappings(value)):
             shapes = _shapes(state)
             if any(shapes):
@@ -130,8 +154,27 @@ class RestoredState(Check):
         """Remember the learning rates that the script has given."""
         self._rates[optimizer] = _Rates(_rates(optimizer))
 
+    def schedule_made(self, schedule: Any, steps_per_epoch: int | None) -> None:
+        """Remember a schedule that may get a state."""
+        self._made_schedules.add(schedule)
+
+    def scaler_begin(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        """Compare the scale that a scaler began with, and that of the checkpoint, at its first step."""
+        scalers, self._scalers = self._scalers, []
+        first = _number(getattr(scaler, "_init_scale", None))
+        # A state that is loaded sets the first scale.
+        if len(scalers) != 1 or optimizer not in self._resumed or first in {None, scalers[0].value}:
+            return
+        saved = scalers[0]
+        self.report(
+            facts.PartNotRestored(
+                self.step, "GradScaler", "scale", saved.value, float(first or 0), saved.line
+            )
+        )
+
     def optimizer_loaded(self, optimizer: torch.optim.Optimizer, state: Any, result: Any) -> None:
         """The states of this size have been used."""
+        self._resumed.add(optimizer)
         if (rates := self._rates.get(optimizer)) is not None:
             rates.loaded, rates.line = _rates(optimizer), str(user_line() or "")
         count = len(parameters_of(optimizer))
@@ -182,6 +225,7 @@ class RestoredState(Check):
         parameters = parameters_of(optimizer)
         self._report_state(optimizer, parameters)
         self._report_rate(optimizer)
+        self._report_schedule(optimizer)
         if not self.run.clock.done:
             self._report_refused({id(p) for p in parameters})
             self._report_values({id(p) for p in parameters})
@@ -212,6 +256,20 @@ class RestoredState(Check):
                 kind = type(optimizer).__name__
                 self.report(facts.RateReplaced(self.step, kind, built, loaded, rates.line))
                 return
+
+    def _report_schedule(self, optimizer: torch.optim.Optimizer) -> None:
+        """Report a schedule that begins anew where its optimizer goes on, and its state was saved."""
+        schedules = [schedule for schedule in self._made_schedules if schedule.optimizer is optimizer]
+        if len(schedules) != 1 or optimizer not in self._resumed:
+            return
+        schedule = schedules[0]
+        saved = [part for part in self._schedules if part.keys == schedule.state_dict().keys()]
+        # One that a script steps, or creates with its last step, has caught up.
+        if len(saved) == 1 and saved[0].value > 0 and schedule.last_epoch == 0:
+            name = type(schedule).__name__
+            self.report(
+                facts.PartNotRestored(self.step, name, "last_epoch", saved[0].value, 0.0, saved[0].line)
+            )
 
     def _report_refused(self, trained: set[int]) -> None:
         for reference, fact in self._refused:

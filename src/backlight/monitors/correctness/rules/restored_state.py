@@ -113,6 +113,42 @@ class RateReplaced(Fact, rule="not_restored", kind="rate"):
         )
 
 
+class PartNotRestored(Fact, rule="not_restored", kind="part"):
+    """The optimizer of a checkpoint goes on, and a schedule or a scaler whose state it holds begins anew.
+
+    ``saved`` and ``present`` are values of its attribute ``name``.
+    """
+
+    part: str
+    name: str
+    saved: float
+    present: float
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        saved, present = phrases.number(self.saved), phrases.number(self.present)
+        is_scaler = self.part == "GradScaler"
+        return self.finding(
+            f"The state of {self.part} in the checkpoint is not restored",
+            f"The checkpoint{at_line(self.line)} holds a {self.part} with `{self.name}` {saved}, and its "
+            "optimizer has been loaded. "
+            + (
+                f"The scaler begins at {present} again: it skips steps until it has found its scale."
+                if is_scaler
+                else f"The schedule begins at {present} again, and so does the learning rate."
+            ),
+            line=self.line,
+            severity=Severity.INFO if is_scaler else Severity.WARNING,
+            evidence=(self.saved, self.name),
+            fix=(
+                'Call `scaler.load_state_dict(checkpoint["scaler"])` before the first step.'
+                if is_scaler
+                else 'Call `scheduler.load_state_dict(checkpoint["scheduler"])` before the first step.'
+            ),
+            refuted_if="the training run is to begin a new schedule with the moments of the last one.",
+        )
+
+
 class UntiedWhenLoaded(Fact, rule="not_restored", kind="untied"):
     """Parameters are one tensor in the checkpoint, and several in the module that loads it."""
 
