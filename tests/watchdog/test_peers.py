@@ -19,9 +19,10 @@ from backlight.findings.evaluate import findings_of
 from backlight.processes import ProcessEnd
 from backlight.records import DiagnosisKind, Phase
 from backlight.store.format.manifest import read_manifest
+from backlight.store.format.schema import STALL_VIEWS
 from backlight.store.read.run import Run, open_run
 from backlight.store.write.watchdog import WatchdogWriter, host_name
-from backlight.watchdog import peers, runtime_dir
+from backlight.watchdog import runtime_dir
 from backlight.watchdog.collectives import CollectiveRecord, Reduction
 from backlight.watchdog.diagnosis import Cause, Decision, What
 from backlight.watchdog.observation import Observation
@@ -212,10 +213,10 @@ def test_machine_without_a_diagnosis_answers_a_request_once(tmp_path: Path, run:
         assert first.watchdog.poll()
         second.watchdog._peers._next_poll = 0.0
         assert second.watchdog.poll()
-        before = len(open_run(run).events(peers.EVENT))
+        before = len(open_run(run).events(STALL_VIEWS))
         second.watchdog._peers._next_poll = 0.0
         second.watchdog.poll()
-        assert len(open_run(run).events(peers.EVENT)) == before == 2  # a request is answered once
+        assert len(open_run(run).events(STALL_VIEWS)) == before == 2  # a request is answered once
     ((kind, rank, _),) = stalls(open_run(run))
     assert (kind, rank) == ("PHASE", 1)
 

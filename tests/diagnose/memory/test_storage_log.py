@@ -59,10 +59,10 @@ def test_account_adds_up(log: StorageLog, start: int, granule: int) -> None:
     assert account.peak == max(account.curve)
     assert sum(account.kinds().values()) == account.peak
     modules = account.modules()
-    assert sum(module.own for module in modules) == account.peak
+    assert sum(module.exclusive for module in modules) == account.peak
     for module in modules:
         inside = [m for m in modules if not module.name or f"{m.name}.".startswith(f"{module.name}.")]
-        assert module.inclusive == sum(m.own for m in inside)
+        assert module.inclusive == sum(m.exclusive for m in inside)
     assert max(account.phase_peaks().values()) == account.peak
     assert sum(tensor.bytes for tensor in account.largest(1000)) == account.peak
     positions, rows = account.curve_by_kind(points=7)
