@@ -207,7 +207,7 @@ class TargetsTooLong(_Misuse, rule="loss_input", kind="ctc"):
     severity = Severity.ERROR
     title = "A target of `ctc_loss` needs {needed} frames, and has {frames}"
     detail = (
-        "At {steps} steps some targets are longer than their input, at the last one {count} of {samples}: a "
+        "Some targets are longer than their input, {count} of {samples} in the last such batch recorded: a "
         "label takes a frame, and two that are equal one between them. Their loss is infinite, and its "
         "gradients make every weight NaN."
     )
