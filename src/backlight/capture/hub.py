@@ -156,6 +156,9 @@ class Listener:
     def emptied(self, module: torch.nn.Module) -> None:
         """``module.to_empty()`` has returned."""
 
+    def own_state_loaded(self, module: torch.nn.Module) -> None:
+        """The state that ``module`` is about to report as loaded holds the module's parameters themselves."""
+
     def optimizer_loaded(self, optimizer: torch.optim.Optimizer, state: Any, result: Any) -> None:
         """``optimizer.load_state_dict(state)`` has returned."""
 

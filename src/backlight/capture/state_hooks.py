@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,10 +31,14 @@ def install_loading(hub: Hub, patches: Patches) -> None:
             if not hub.active or depth[0] or torch.compiler.is_compiling():
                 return original(self, state_dict, *args, **kwargs)
             depth[0] += 1
+            # Afterwards a state that is assigned is that of the module as well.
+            is_own = event == "state_loaded" and _holds_all(self, state_dict)
             try:
                 result = original(self, state_dict, *args, **kwargs)
             finally:
                 depth[0] -= 1
+            if is_own:
+                hub.emit("own_state_loaded", self)
             hub.emit(event, self, state_dict, result)
             return result
 
@@ -68,6 +72,18 @@ def install_loading(hub: Hub, patches: Patches) -> None:
     patches.replace(
         torch.optim.Optimizer, "load_state_dict", functools.partial(reporting, "optimizer_loaded")
     )
+
+
+def _holds_all(module: nn.Module, state: Mapping[str, Any]) -> bool:
+    """Return whether the state has every parameter of the module as its value: the same memory."""
+    parameters = list(module.named_parameters()) if isinstance(state, Mapping) else []
+    return bool(parameters) and all(_is_same(state.get(name), parameter) for name, parameter in parameters)
+
+
+def _is_same(value: Any, parameter: nn.Parameter) -> bool:
+    is_plain = type(value) in {torch.Tensor, nn.Parameter} and not parameter.is_meta
+    is_whole = is_plain and value.numel() == parameter.numel() > 0
+    return is_whole and value.data_ptr() == parameter.data_ptr()
 
 
 def install_modes(hub: Hub, patches: Patches) -> None:

@@ -111,6 +111,10 @@ class GradientUse(Check):
         self._fresh: dict[int, _Gradient] = {}  # of the last backward, used by no optimizer
         # By optimizer, of its last step: the number of backwards until then, and some of its gradients.
         self._stepped: dict[int, tuple[int, list[_Gradient], Snapshot]] = {}
+        self._passed: set[int] = set()  # modules that were given something computed, since the last step
+        # What a backward left in such modules on its way to parameters that have been updated since.
+        self._left: dict[int, _Gradient] = {}
+        self._left_by = ""
         self._root: weakref.ref[Tensor] | None = None
         self._clipped: tuple[list[_Gradient], _Flags] | None = None  # by the clipping in progress
         self._restart()
@@ -142,6 +146,7 @@ class GradientUse(Check):
             isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())
         ):
             self._is_intended = True
+            self._passed.add(id(module))
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Compare what is there before the backward adds to it."""
@@ -149,6 +154,9 @@ class GradientUse(Check):
             return
         self._report_second_backward(roots)
         self._used = {key: used for key, used in self._used.items() if used.is_untouched()}
+        if self._left:
+            self._left = {key: left for key, left in self._left.items() if left.is_untouched()}
+            self._note_values(self._left.values())
         self._note_values(self._used.values())
         if self._fresh:
             cleared = self._cleared_of(self._fresh.values())
@@ -169,7 +177,7 @@ class GradientUse(Check):
             return
         self._all_backwards += 1
         self._passes += 1
-        for use in self._used.values():
+        for use in (*self._used.values(), *self._left.values()):
             tensor = use.same()
             if tensor is not None and local(tensor)._version > use.version:
                 use.version, use.was_added_to = local(tensor)._version, True
@@ -229,6 +237,8 @@ class GradientUse(Check):
                 self._is_intended = True
             self._report_second_step(optimizer)
             self._report_sums(keys)
+            if self._left or self._passed:
+                self._report_left(keys, type(optimizer).__name__)
             self._report_cleared(keys)
             self._report_order()
 
@@ -351,6 +361,27 @@ class GradientUse(Check):
                 self.report(facts.SummedGradients(step, Names.of(added), len(uses)))
 
         self.when_known(report)
+
+    def _report_left(self, keys: set[int], optimizer: str) -> None:
+        """Report gradients of another optimizer's loss in what this one uses; note what it leaves itself."""
+        step, other = self.step, self._left_by
+        uses = [self._left.pop(key) for key in list(self._left) if key in keys]
+        summed = [use for use in uses if use.was_added_to and use.same() is not None]
+        names = [self.name_of(p) for use in summed if (p := use.parameter()) is not None]
+        passed, self._passed = self._passed, set()
+        if not any(key in keys for key in self._fresh):
+            passed = set()  # what the backward was for comes with another optimizer
+        through = {id(p) for root in HUB.seen.roots() if id(root) in passed for p in root.parameters()}
+        if left := {key: use for key, use in self._fresh.items() if key in through - keys}:
+            self._left, self._left_by = left, optimizer
+
+        def report() -> None:
+            added = [name for name, use in zip(names, summed, strict=True) if use.had_values()]
+            if added:
+                self.report(facts.LeftByOther(step, Names.of(added), optimizer, other))
+
+        if summed:
+            self.when_known(report)
 
     def _report_cleared(self, keys: set[int]) -> None:
         """Report backward passes whose gradients never reached an optimizer."""

@@ -85,6 +85,48 @@ def misuses(root: Node | None, step: int, sizes: AbstractSet[int] = frozenset())
             yield from _broadcast(node, step, sizes)
         elif kind in {"Pow", "Abs"}:
             yield from _broadcast(first_input(node), step, sizes)
+        elif kind == "Mul" and _has_attached_advantage(node):
+            yield facts.AttachedAdvantage(step)
+
+
+def _has_attached_advantage(product: Node) -> bool:
+    """Return whether log-probabilities of choices are multiplied by a difference from a learned value.
+
+    Weights that are made of the same scores, as those of a focal loss, are none, nor are learned weights that
+    are no difference from something fixed.
+    """
+    factors = [_below_sign(node) for node in inputs_of(product)]
+    if len(factors) != 2 or None in factors:
+        return False
+    for choice, weight in (factors, factors[::-1]):
+        is_choice = kind_of(choice) in {"Gather", "LogSoftmax"}
+        if is_choice and kind_of(weight) == "Sub" and inputs_of(weight).count(None) == 1:
+            return _scores(choice) not in set(_nodes_below(weight))
+    return False
+
+
+def _below_sign(node: Node | None) -> Node | None:
+    node = below_shapes(node)
+    return below_shapes(first_input(node)) if kind_of(node) == "Neg" else node
+
+
+def _scores(choice: Node) -> Node | None:
+    """Return the node whose values became log-probabilities."""
+    node: Node | None = choice
+    while kind_of(node) in {"Gather", "LogSoftmax", "Sub"} or kind_of(node) in RESHAPES:
+        node = first_input(node)
+    return node
+
+
+def _nodes_below(root: Node) -> Iterator[Node]:
+    """Yield the first nodes below ``root``."""
+    pending = [root]
+    for _ in range(MAX_NODES):
+        if not pending:
+            return
+        node = pending.pop(0)
+        yield node
+        pending += [below for below in inputs_of(node) if below is not None]
 
 
 def is_multiple(root: Node | None, loss: Node) -> bool:

@@ -22,11 +22,13 @@ from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB
 from backlight.capture.modules import kind_of, named_parameters, walk
 from backlight.capture.optimizers import parameters_of
+from backlight.capture.parameters import local
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.model.facts import NAMED, Names
 from backlight.monitors.correctness.rules import module_modes as facts
-from backlight.user_code import definition
+from backlight.monitors.correctness.rules.gradient_use import LeftByEvaluation
+from backlight.user_code import definition, user_line
 
 if TYPE_CHECKING:
     from backlight.capture.parameters import ParameterTable
@@ -199,6 +201,9 @@ class EvaluationModes(Check):
         self._evaluations = self._looks = 0
         self._calls = DropoutCalls()
         self._model: nn.Module | None = None  # whose dropout is observed
+        self._mode = 0, True  # model of the last forward with gradients, and its mode
+        # By model: the step in progress when it had a backward in evaluation mode, how many, and the line.
+        self._evaluated: dict[int, tuple[int, int, str]] = {}
 
     # Events
 
@@ -217,6 +222,14 @@ class EvaluationModes(Check):
         """The last batch is one to learn from."""
         self._trained.add(self._source)
         self._called = None
+        model, is_training = self._mode
+        if not is_training and self.run.clock.done:
+            step, passes, line = self._evaluated.get(model, (-1, 0, ""))
+            same = step == self.step
+            line = line if same else str(user_line() or "")
+            self._evaluated[model] = self.step, passes + 1 if same else 1, line
+        elif self._evaluated and is_training:
+            self._report_evaluated(model)
 
     def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Note which model is evaluated, and observe it at the first evaluations and then ever fewer."""
@@ -227,6 +240,8 @@ class EvaluationModes(Check):
                 self._compare_norms(module)
         if torch.is_grad_enabled():
             self._called = None
+            if is_outermost:
+                self._mode = id(module), module.training
             if is_outermost and self.schedule.due:
                 self._trained_norms.update(m for _, m in walk(module) if is_batch_norm(m) and m.training)
         elif is_outermost and self.run.clock.done and not HUB.backward_depth:
@@ -276,6 +291,26 @@ class EvaluationModes(Check):
                 self.report(facts.InitialStatistics(step, kind, Names.of(initial)))
 
         self.when_known(report)
+
+    def _report_evaluated(self, key: int) -> None:
+        """Report gradients of an evaluation that a backward in training mode is about to add to."""
+        step, passes, line = self._evaluated.pop(key, (-1, 0, ""))
+        model = next((root for root in HUB.seen.roots() if id(root) == key), None)
+        if step != self.step or model is None:
+            return
+        parameters = [(n.name, n.parameter) for n in named_parameters(model) if n.parameter.grad is not None]
+        parameters = parameters[:NORMS]
+        gradients = [local(p.grad).detach() for _, p in parameters if p.grad is not None]
+        kind = kind_of(model)
+
+        def report(*has_values: NDArray[np.generic]) -> None:
+            names = [name for (name, _), flag in zip(parameters, has_values, strict=True) if flag]
+            if names:
+                self.report(LeftByEvaluation(step, kind, Names.of(names), passes, line))
+
+        if gradients:
+            with torch.no_grad():
+                self.when_known(report, *(gradient.ne(0).any() for gradient in gradients))
 
     def _report_training_mode(self, models: Sequence[nn.Module]) -> None:
         for model in models:

@@ -23,6 +23,7 @@ from backlight.monitors.correctness.model.facts import (
 from backlight.records import Finding, Layout, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
+from backlight.text import count
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class GradientsNotClearedLimits(Limits, monitor="correctness"):
 @rule("gradients_not_cleared", monitor="correctness", limits=GradientsNotClearedLimits)
 def gradients_not_cleared(run: Run, limits: GradientsNotClearedLimits) -> Iterator[Finding]:
     """Find gradients that an optimizer used, and used again together with those of the next backward."""
-    for kind in (SecondStep, SecondBackward, SummedGradients):
+    for kind in (SecondStep, SecondBackward, SummedGradients, LeftByOther, LeftByEvaluation):
         facts = facts_of(run, kind)
         if len(steps_of(facts)) >= limits.not_cleared_steps:
             yield finding_on(facts)
@@ -74,6 +75,53 @@ class SecondBackward(Fact, rule="gradients_not_cleared", kind="second_backward")
         )
 
 
+class LeftByOther(Fact, rule="gradients_not_cleared", kind="other"):
+    """An optimizer used gradients that the loss of another one had left on its way through a module."""
+
+    names: Names
+    optimizer: str
+    other: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.names} {self.names.verb('keeps', 'keep')} the gradients of another optimizer's loss",
+            f"At {observed(facts)} {self.optimizer} used gradients of {self.names} that a backward had left "
+            f"before the step of {self.other}, for which it ran through this module. The next backward added "
+            "to them: a discriminator then also learns what the loss of its generator asks for.",
+            parameter=self.names.first[0],
+            evidence=(self.names.count, "parameters"),
+            fix=(
+                "Call `zero_grad()` of this optimizer behind the step of the other one, or freeze its "
+                "parameters while the other loss is computed."
+            ),
+            refuted_if="both losses are meant to train these parameters.",
+        )
+
+
+class LeftByEvaluation(Fact, rule="gradients_not_cleared", kind="evaluation"):
+    """A backward in training mode added to gradients of ``count`` backward passes in evaluation mode."""
+
+    model: str
+    names: Names
+    count: int
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        passes = count(self.count, "backward pass", "backward passes")
+        return self.finding(
+            "The gradients of an evaluation are used in training",
+            f"Before step {self.step} {passes} of {self.model} in evaluation mode left gradients in "
+            f"{self.names}{phrases.at_line(self.line)}, to which the first backward in training mode added. "
+            f"So it was at {count(len(steps_of(facts)), 'step')}: they follow the data of the evaluation.",
+            module=self.model,
+            line=self.line,
+            severity=Severity.ERROR,
+            evidence=(self.count, "backward passes"),
+            fix="Evaluate under `torch.no_grad()`, without `backward`.",
+            refuted_if="the gradients are None or zero when training goes on.",
+        )
+
+
 class SummedGradients(Fact, rule="gradients_not_cleared"):
     """An optimizer used the sum of gradients of two steps in ``count`` of the ``followed`` parameters."""
 
@@ -81,7 +129,7 @@ class SummedGradients(Fact, rule="gradients_not_cleared"):
     followed: int
 
     def _finding(self, facts: Sequence[Self]) -> Finding:
-        names, count, is_every = self.names, self.names.count, self.names.count == self.followed
+        names, amount, is_every = self.names, self.names.count, self.names.count == self.followed
         return self.finding(
             (
                 "Gradients are not cleared between optimizer steps"
@@ -90,11 +138,11 @@ class SummedGradients(Fact, rule="gradients_not_cleared"):
                 f"{names.verb('is', 'are')} not cleared"
             ),
             f"At {observed(facts)} the optimizer used gradients that still contained those of the step "
-            f"before, in {names}: {phrases.share(count, self.followed, 'followed parameters')}. Each "
+            f"before, in {names}: {phrases.share(amount, self.followed, 'followed parameters')}. Each "
             "step then follows the sum of all gradients so far.",
             parameter="" if is_every else names.first[0],
             severity=Severity.ERROR,
-            evidence=(count, "parameters"),
+            evidence=(amount, "parameters"),
             fix="Call `optimizer.zero_grad()` once per optimizer step, before backward, for every optimizer.",
             refuted_if="the gradients before backward are None or zero at these steps.",
         )

@@ -80,6 +80,19 @@ class KlOfProbabilities(_Misuse, rule="loss_input", kind="kl_of_probabilities"):
     refuted_if = "a row of the input has a value below 0."
 
 
+class AttachedAdvantage(_Misuse, rule="loss_input", kind="advantage"):
+    """Log-probabilities are multiplied by a difference from a learned value, which has a gradient."""
+
+    title = "The advantage in the policy loss is not detached"
+    detail = (
+        "At {steps} steps log-probabilities of choices were multiplied by a difference of which one side, "
+        "such as the value of a critic, has a gradient. The policy loss then trains the critic as well, away "
+        "from what it is to predict."
+    )
+    fix = "Detach the baseline in this loss: `(returns - values.detach()) * log_probabilities`."
+    refuted_if = "no parameter of the baseline gets a gradient from the policy loss alone."
+
+
 class OneOutput(_Misuse, rule="loss_input", kind="one_output"):
     """The softmax of the loss runs over one class."""
 

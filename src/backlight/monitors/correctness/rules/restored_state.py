@@ -8,7 +8,14 @@ from typing import Self
 from backlight.findings import phrases
 from backlight.findings.limits import Limits
 from backlight.findings.phrases import at_line
-from backlight.monitors.correctness.model.facts import Fact, Names, findings_by_kind
+from backlight.monitors.correctness.model.facts import (
+    Fact,
+    Names,
+    facts_by_kind,
+    facts_of,
+    finding_on,
+    observed,
+)
 from backlight.records import Finding, Severity
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -17,8 +24,13 @@ from backlight.text import count
 
 @rule("not_restored", monitor="correctness")
 def not_restored(run: Run, _limits: Limits) -> Iterator[Finding]:
-    """Find states that match nothing, lost states and ties, other weights and rates, and garbage."""
-    yield from findings_by_kind(run, "not_restored")
+    """Find states that match or change nothing, lost states and ties, other weights, and garbage."""
+    lines = {fact.line for fact in facts_of(run, OtherState)}
+    for facts in facts_by_kind(run, "not_restored"):
+        if isinstance(facts[0], OwnState):
+            facts = [fact for fact in facts if fact.line not in lines]  # noqa: PLW2901
+        if facts and not isinstance(facts[0], OtherState):
+            yield finding_on(facts)
 
 
 class NothingLoaded(Fact, rule="not_restored", kind="nothing_loaded"):
@@ -147,6 +159,36 @@ class PartNotRestored(Fact, rule="not_restored", kind="part"):
             ),
             refuted_if="the training run is to begin a new schedule with the moments of the last one.",
         )
+
+
+class OwnState(Fact, rule="not_restored", kind="own_state"):
+    """A module loaded a state that holds the module's own tensors."""
+
+    model: str
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.model}.load_state_dict is given its own tensors, and changes nothing",
+            f"At {observed(facts)} the state{at_line(self.line)} held the memory of the parameters that it "
+            "was loaded into. `state_dict()` returns references: a state that is kept without a copy changes "
+            "with every step, and a target that loads itself, or shares the tensors of the trained network, "
+            "never differs from what it is.",
+            module=self.model,
+            line=self.line,
+            evidence=(self.line, "line"),
+            fix=(
+                "Keep `copy.deepcopy(model.state_dict())` of the weights that are to come back; load a "
+                "target from the network that is trained."
+            ),
+            refuted_if="a parameter of the module has another value after this call than before it.",
+        )
+
+
+class OtherState(Fact, rule="not_restored", kind="other_state"):
+    """A line that loaded a module's own state has loaded another one since."""
+
+    line: str
 
 
 class UntiedWhenLoaded(Fact, rule="not_restored", kind="untied"):

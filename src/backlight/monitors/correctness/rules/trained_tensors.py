@@ -279,6 +279,31 @@ class StateLost(_Trained, rule="trained_tensors", kind="state_lost"):
         )
 
 
+class ComputedOnce(_Trained, rule="trained_tensors", kind="computed_once"):
+    """A module keeps a tensor that was computed once from a parameter that no module or optimizer holds."""
+
+    about = "attribute"
+    model: str
+    attribute: str
+    shape: list[int]
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"`{self.attribute}` of {self.model} is computed from a parameter, and is none",
+            f"At step {self.step} it was the same tensor as at the step before, of shape {self.shape}: the "
+            "result of an operation, such as `nn.Parameter(...).to(device)`. The parameter gets a gradient, "
+            "and neither the module nor an optimizer holds it: it keeps its first values, and is not saved.",
+            parameter=self.attribute,
+            severity=Severity.ERROR,
+            evidence=(self.attribute, "attribute"),
+            fix=(
+                "Assign the `nn.Parameter` itself, made on its device as in "
+                "`nn.Parameter(torch.zeros(n, device=device))`, or move the whole module."
+            ),
+            refuted_if="the module recomputes this tensor in a later forward.",
+        )
+
+
 class FrozenParameters(_Trained, rule="trained_tensors", kind="frozen"):
     """The optimizer uses the gradients that parameters had before they were frozen."""
 
