@@ -23,6 +23,7 @@ class ComputedAttributes(Check):
     """Reads the attributes of modules at the first steps: what a forward computes is new at each."""
 
     name = "computed_attributes"
+    steps = "first"
 
     def _start(self) -> None:
         self._seen: dict[str, weakref.ref[torch.Tensor]] = {}

@@ -24,7 +24,7 @@ class OwnStates(Check):
     """
 
     name = "own_states"
-    is_windowed = False
+    steps = "all"
 
     def _start(self) -> None:
         self._is_own = False
