@@ -208,7 +208,8 @@ def test_writers_are_found(code: str, count: int) -> None:
 
 def test_public_names() -> None:
     assert sorted(backlight.__all__) == [
-        "Evidence", "Finding", "Monitor", "Pending", "Run", "Severity", "SpectralEcho", "StopTraining",
+        "Collected", "Evidence", "Finding", "GroupValues", "Monitor", "Pending", "Run", "Severity",
+        "SpectralEcho", "StopTraining",
         "Watch", "__version__", "collect", "collect_groups", "findings_of", "gathered", "gram", "ntk",
         "open_run", "outer_product", "spectral_echo", "to_pandas", "to_polars", "watch",
     ]  # fmt: skip

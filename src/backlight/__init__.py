@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "Collected": "backlight.monitors.health.instrument.collect",
     "Evidence": "backlight.records",
     "Finding": "backlight.records",
+    "GroupValues": "backlight.monitors.health.instrument.collect",
     "Monitor": "backlight.monitor",
     "Pending": "backlight.monitors.health.instrument.collect",
     "Run": "backlight.store.read.run",
@@ -35,8 +37,10 @@ _PUBLIC = {
 }
 
 __all__ = [
+    "Collected",
     "Evidence",
     "Finding",
+    "GroupValues",
     "Monitor",
     "Pending",
     "Run",
@@ -68,7 +72,13 @@ if TYPE_CHECKING:
     from backlight.monitor import Monitor
     from backlight.monitors.grokking.instrument.gram.gram_measurement import gram
     from backlight.monitors.grokking.instrument.gram.ntk import ntk
-    from backlight.monitors.health.instrument.collect import Pending, collect, collect_groups
+    from backlight.monitors.health.instrument.collect import (
+        Collected,
+        GroupValues,
+        Pending,
+        collect,
+        collect_groups,
+    )
     from backlight.records import Evidence, Finding, Severity
     from backlight.session.watch import Watch, watch
     from backlight.store.export import to_pandas, to_polars

@@ -395,3 +395,12 @@ def test_pairs_against_profilers_own_links() -> None:
             assert starts[link] == calls.start[one]
             checked += 1
     assert checked > 800
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
+@pytest.mark.parametrize("path", sorted(REAL.glob("*.json.gz")), ids=lambda path: path.name.partition(".")[0])
+def test_sums_over_steps_are_their_duration(path: Path) -> None:
+    rank = analyse([read_trace(path)]).traces[0]
+    lengths = {step.number: step.duration for step in rank.steps}  # one row per device
+    assert all(step.critical_path.total == step.duration for step in rank.steps)
+    assert sum(row.host for row in rank.phases) == rank.host_total == sum(lengths.values())

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.nn.utils import clip_grad
@@ -28,6 +28,8 @@ from backlight.records import Phase
 if TYPE_CHECKING:
     from backlight.capture.hub import Hub
 
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
 """Module of the class that clips by a method of its own, since its gradients are parts."""
@@ -425,18 +427,20 @@ def install_dataloader(hub: Hub, patches: Patches) -> None:
 not_compiled: Callable[[Any], Any] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
 
 
-def skipped_by_compiler(function: Any) -> Any:
-    """Keep a function, but not what it calls, out of compiled code without a wrapper around each call.
+def skipped_by_compiler(function: F, *, with_calls: bool = False) -> F:
+    """Keep a function out of compiled code, and ``with_calls`` what it calls, without a wrapper.
 
     As ``torch._dynamo.skip`` does, without the import of the compiler.
     """
-    frames = torch._C._dynamo.eval_frame
+    frames: Any = torch._C._dynamo.eval_frame
     try:
-        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+        calls = frames._FrameAction.SKIP if with_calls else frames._FrameAction.DEFAULT
+        skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, calls)
         frames.set_code_exec_strategy(function.__code__, skip)
     except (AttributeError, TypeError):  # not in this release of torch
-        return not_compiled(function)
-    function._torchdynamo_disable = True
+        skipped: F = not_compiled(function)
+        return skipped
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 

@@ -95,7 +95,7 @@ def _verdict(rank: RankAnalysis) -> str:
         phases = [row for row in rank.phases if row.share]
         where = f": mostly {phases[0].name} ({percent(phases[0].share)})" if len(phases) > 1 else ""
         kinds = [row for row in rank.kinds if row.name != Kind.OTHER and row.share >= KIND_SHARE]
-        kind = f"; {kinds[0].name} takes {percent(kinds[0].share)} of it" if kinds else ""
+        kind = f"; {kinds[0].name} takes {percent(kinds[0].share)} of the step" if kinds else ""
         return f"{what}, no device{where}{kind}"
     causes = idle_spent(rank)
     limit = limit_of(idle, idle_causes(rank), exposed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 import backlight
+from backlight.monitors.health.instrument.collect import CollectLimits
 
 
 def net(*gradients: torch.Tensor | None) -> list[nn.Parameter]:
@@ -48,8 +50,11 @@ def test_empty_input_is_not_measured() -> None:
     ("gradients", "clip_norm", "counts", "health"),
     [
         ([torch.full((10,), 1e-12), *(torch.ones(10) for _ in range(3))], None, (1, 0, 0), 1 - 0.5 / 4),
-        ([torch.full((4,), 100.0)], None, (0, 0, 0), 1.0),
-        ([torch.full((4,), 100.0)], 1.0, (0, 1, 0), 0.2),
+        ([torch.full((4,), 1e-12), torch.full((9,), 1e-12)], None, (2, 0, 0), 0.5),
+        ([torch.full((4,), 40.0)], None, (0, 0, 0), 1.0),
+        ([torch.full((4,), 40.0)], 1.0, (0, 1, 0), 0.2),
+        ([torch.full((4,), 1e7), torch.full((4,), 1.0)], None, (0, 1, 0), 0.6),
+        ([torch.full((4,), 40.0), torch.full((4,), 0.1)], 1.0, (0, 1, 0), 0.6),
         ([torch.ones(3), torch.tensor([1.0, float("nan")])], None, (0, 0, 1), 0.0),
     ],
 )
@@ -60,6 +65,58 @@ def test_health_of_faulty_gradients(
     assert (result.vanishing, result.exploding, result.non_finite) == counts
     assert result.health == pytest.approx(health)
     assert [values.nan for values in result.values] == [int(g.isnan().sum()) for g in gradients]
+
+
+@pytest.mark.parametrize(
+    ("norms", "limits", "marks"),
+    [
+        ([1.1e-7, 0.9e-7, 1e-6], {}, (1, 0)),
+        ([1e-7, 1e-6], {"vanishing": 1e-5}, (2, 0)),
+        ([99.0, 101.0, 50.0], {}, (0, 1)),
+        ([99.0, 101.0, 50.0], {"exploding": 60}, (0, 2)),
+        ([1e-8, 1.0, 1.0], {"vanishing": 0.0}, (1, 0)),
+        ([1e-8, 1.0, 1.0], {"vanishing": 0.0, "relative_vanishing": 1e-9}, (0, 0)),
+        ([1e-3, 1e-3, 11.0], {}, (0, 1)),
+        ([1e-3, 1e-3, 11.0], {"relative_exploding": 1e5}, (0, 0)),
+        ([0.0, 1.0], {"vanishing": 0.0}, (1, 0)),
+    ],
+)
+def test_limits_are_of_each_parameter(
+    norms: list[float], limits: dict[str, float], marks: tuple[int, int]
+) -> None:
+    # One value each: the rms is the norm. The relative limit needs an rms below 1e-8 as well.
+    thresholds = {"vanishing_rms": 1e-7}
+    parameters = net(*(torch.tensor([norm]) for norm in norms))
+    result = backlight.collect(parameters, **limits, thresholds=thresholds).result()
+    assert isinstance(result, backlight.Collected)
+    assert (result.vanishing, result.exploding) == marks
+    group = backlight.collect_groups({"all": parameters}, **limits, thresholds=thresholds).result()
+    assert (group.vanishing, group.exploding) == marks
+    assert isinstance(group.groups["all"], backlight.GroupValues)
+
+
+def test_docstring_gives_the_defaults() -> None:
+    limits = CollectLimits()
+    assert (limits.vanishing, limits.exploding) == (1e-7, 100.0)
+    assert (limits.relative_vanishing, limits.relative_exploding) == (1e-4, 1e4)
+    for function in (backlight.collect, backlight.collect_groups):
+        parameters = inspect.signature(function).parameters
+        assert {name: parameters[name].default for name in vars(limits)} == vars(limits)
+    text = backlight.collect.__doc__ or ""
+    assert "1e-7 and 100 by default" in text
+    assert "1e-4 and 1e4 by default" in text
+
+
+def test_collection_in_compiled_code_warns_of_nothing() -> None:
+    torch._dynamo.reset()
+    parameters = net(torch.ones(3), torch.ones(2))
+
+    @torch.compile(backend="eager")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        backlight.collect(parameters)
+        return x + 1
+
+    assert step(torch.zeros(2)).tolist() == [1.0, 1.0]
 
 
 def test_result_is_computed_once() -> None:
@@ -109,3 +166,7 @@ def test_invalid_input_is_rejected() -> None:
         backlight.collect([3])
     with pytest.raises(ValueError, match="vanishing_rmss"):
         backlight.collect([], thresholds={"vanishing_rmss": 1.0})
+    with pytest.raises(ValueError, match=r"exploding=-1 is out of range; expected 0 or more"):
+        backlight.collect([], exploding=-1)
+    with pytest.raises(ValueError, match=r"relative_vanishing=nan is out of range"):
+        backlight.collect_groups({}, relative_vanishing=math.nan)

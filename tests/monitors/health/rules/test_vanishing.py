@@ -56,7 +56,8 @@ def test_gradients_that_are_small_everywhere_are_found(synthetic: Any, evaluated
     slow, usual = ({name: [ratio] * 40 for name in everywhere} for ratio in (1e-9, 1e-4))
     assert evaluated(synthetic(everywhere, update=slow), "vanishing")
     assert not evaluated(synthetic(everywhere, update=usual), "vanishing")  # Adam with a small eps
-    assert not evaluated(synthetic(model_of(12, 12, steps=19)), "vanishing")
+    assert evaluated(synthetic(model_of(12, 12, steps=3)), "vanishing")  # a short run that has ended
+    assert not evaluated(synthetic(model_of(12, 12, steps=2)), "vanishing")
     assert not evaluated(synthetic(model_of(12, 12, value=1e-9)), "vanishing")
 
 

@@ -5,22 +5,27 @@ Both start the measurement and return at once; :meth:`Pending.result` waits, onc
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
+from backlight.capture.hooks import skipped_by_compiler
 from backlight.capture.modules import named_parameters
 from backlight.capture.parameters import local
 from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.measure.stats.kernels import root_sum_squares
 from backlight.measure.stats.statistics import statistics
 from backlight.measure.transfer import PendingArrays as Measured
+from backlight.monitors.health.model.history import finite_median
 from backlight.monitors.health.model.parameters import members, ratio
-from backlight.monitors.health.model.score import ScoreLimits, exploding, health, vanishing
+from backlight.monitors.health.model.score import ScoreLimits, health
+from backlight.monitors.health.model.score import vanishing as vanishing_mask
 from backlight.series import GRADIENT
 
 Parameters = nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -78,7 +83,7 @@ class Collected:
         ``clamp(1 - 0.5 share_vanishing - 0.8 share_exploding, 0, 1)``, 0 where a value is not
         finite, None where nothing was measured.
     vanishing, exploding, non_finite:
-        How many of the measured gradients are so.
+        How many of the measured gradients are so, each by itself: see :class:`CollectLimits`.
     values:
         Per tensor, in the order given.
     groups:
@@ -99,6 +104,29 @@ class Collected:
     ratios: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class CollectLimits:
+    """When the gradient of a parameter vanishes or explodes.
+
+    It vanishes where it is zero, its norm is below ``vanishing``, or its rms is below ``relative_vanishing``
+    times the median rms over the parameters, and below ``vanishing_rms`` of the health monitor. It explodes
+    where its norm is above ``exploding``, or its rms above ``relative_exploding`` times that median. With a
+    clip norm it also explodes where the total norm is above ten times that (``exploding_clip_factor`` of the
+    health monitor), and its own norm above its share: that limit over the root of the number of parameters.
+    """
+
+    vanishing: float = 1e-7
+    exploding: float = 100.0
+    relative_vanishing: float = 1e-4
+    relative_exploding: float = 1e4
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where a limit is negative or NaN."""
+        for name, value in dataclasses.asdict(self).items():
+            if not value >= 0:
+                raise ValueError(f"collect: {name}={value} is out of range; expected 0 or more")
+
+
 @dataclass
 class Pending:
     """A collection in progress; the same type for tensors, groups and nothing at all."""
@@ -106,7 +134,8 @@ class Pending:
     _names: tuple[str, ...]
     _measuring: Measured
     _groups: Mapping[str, tuple[int, ...]]
-    _limits: ScoreLimits
+    _limits: CollectLimits
+    _score: ScoreLimits
     _clip_norm: float
     _result: Collected | None = None
 
@@ -143,12 +172,8 @@ class Pending:
         )
         bad = measured & (count["nan"] + count["inf"] > 0)
         whole = float(root_sum_squares(norm[measured])) if measured.any() else math.nan
-        vanishes = vanishing(rms, measured, self._limits)
-        unknown = np.full(len(rms), np.nan)
-        explodes = exploding(
-            rms, measured, unknown, self._limits, total_norm=whole, clip_norm=self._clip_norm
-        )
-        score = float(health(measured, vanishes, explodes, not bad.any(), self._limits))
+        vanishes, explodes = self._marks(norm, rms, measured, whole)
+        score = float(health(measured, vanishes, explodes, not bad.any(), self._score))
         groups = {name: self._group(name, rows, norm, count, measured) for name, rows in self._groups.items()}
         return Collected(
             measured=bool(measured.any()),
@@ -161,6 +186,21 @@ class Pending:
             groups=groups,
             ratios={(a, b): groups[a].ratio(groups[b]) for a in groups for b in groups if a != b},
         )
+
+    def _marks(
+        self, norm_P: np.ndarray, rms_P: np.ndarray, measured_P: np.ndarray, whole: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return which gradients vanish and which explode."""
+        limits = self._limits
+        relative = dataclasses.replace(self._score, vanishing_relative=limits.relative_vanishing)
+        usual = finite_median(np.where(measured_P & (rms_P > 0), rms_P, np.nan))
+        most = self._score.exploding_clip_factor * self._clip_norm
+        with np.errstate(invalid="ignore", over="ignore"):
+            vanishes_P = (norm_P < limits.vanishing) | vanishing_mask(rms_P, measured_P, relative)
+            explodes_P = (norm_P > limits.exploding) | (rms_P > limits.relative_exploding * usual)
+            if whole > most:
+                explodes_P |= norm_P * math.sqrt(measured_P.sum()) > most
+        return measured_P & vanishes_P, measured_P & explodes_P
 
     @staticmethod
     def _group(
@@ -178,8 +218,16 @@ class Pending:
         return GroupValues(name, True, whole, whole / math.sqrt(max(numel, 1)), numel)
 
 
+@partial(skipped_by_compiler, with_calls=True)
 def collect(
-    parameters: Parameters, *, clip_norm: float | None = None, thresholds: Mapping[str, float] | None = None
+    parameters: Parameters,
+    *,
+    clip_norm: float | None = None,
+    vanishing: float = CollectLimits.vanishing,
+    exploding: float = CollectLimits.exploding,
+    relative_vanishing: float = CollectLimits.relative_vanishing,
+    relative_exploding: float = CollectLimits.relative_exploding,
+    thresholds: Mapping[str, float] | None = None,
 ) -> Pending:
     """Measure the gradients of ``parameters`` as they are now.
 
@@ -189,8 +237,12 @@ def collect(
         A module, or tensors with a ``.grad``, plain or with names; a tensor that comes twice counts
         once. Empty input is allowed and gives ``measured=False``.
     clip_norm:
-        The clip norm in use, to decide whether gradients explode; without it, and without a
-        history, nothing is called exploding.
+        The clip norm in use: gradients far above it explode.
+    vanishing, exploding:
+        Norms of the gradient of one parameter, in its unit, 1e-7 and 100 by default.
+    relative_vanishing, relative_exploding:
+        Multiples of the median rms over the parameters, 1e-4 and 1e4 by default; see
+        :class:`CollectLimits`.
     thresholds:
         Overridden thresholds of the health monitor by name.
 
@@ -204,16 +256,22 @@ def collect(
     TypeError
         If something is not a tensor.
     ValueError
-        If a threshold is unknown or out of range.
+        If a limit or threshold is unknown or out of range.
     """
-    return _start(_named(parameters), {}, clip_norm, thresholds)
+    limits = CollectLimits(vanishing, exploding, relative_vanishing, relative_exploding)
+    return _start(_named(parameters), {}, limits, clip_norm, thresholds)
 
 
+@partial(skipped_by_compiler, with_calls=True)
 def collect_groups(
     groups: Mapping[str, Parameters | str],
     *,
     model: nn.Module | None = None,
     clip_norm: float | None = None,
+    vanishing: float = CollectLimits.vanishing,
+    exploding: float = CollectLimits.exploding,
+    relative_vanishing: float = CollectLimits.relative_vanishing,
+    relative_exploding: float = CollectLimits.relative_exploding,
     thresholds: Mapping[str, float] | None = None,
 ) -> Pending:
     """Measure the gradients of several groups of parameters, and their ratios.
@@ -225,7 +283,7 @@ def collect_groups(
         ``"encoder.*"``. Groups may share tensors; each is measured once.
     model:
         The model that patterns refer to.
-    clip_norm, thresholds:
+    clip_norm, vanishing, exploding, relative_vanishing, relative_exploding, thresholds:
         As for :func:`collect`.
 
     Returns
@@ -236,7 +294,7 @@ def collect_groups(
     Raises
     ------
     ValueError
-        If a group matches nothing, or is a pattern without a model.
+        If a group matches nothing, or is a pattern without a model, or a limit is out of range.
     TypeError
         If something is not a tensor.
     """
@@ -250,7 +308,9 @@ def collect_groups(
         for name, tensor in parameters:
             named.setdefault(id(tensor), (name, tensor))
             rows.setdefault(group, []).append(position.setdefault(id(tensor), len(position)))
-    return _start(list(named.values()), {g: tuple(r) for g, r in rows.items()}, clip_norm, thresholds)
+    limits = CollectLimits(vanishing, exploding, relative_vanishing, relative_exploding)
+    of_groups = {group: tuple(of_group) for group, of_group in rows.items()}
+    return _start(list(named.values()), of_groups, limits, clip_norm, thresholds)
 
 
 def _matching(group: str, pattern: str, model: nn.Module | None) -> list[tuple[str, torch.Tensor]]:
@@ -283,10 +343,11 @@ def _named(parameters: Parameters) -> list[tuple[str, torch.Tensor]]:
 def _start(
     named: list[tuple[str, torch.Tensor]],
     groups: Mapping[str, tuple[int, ...]],
+    limits: CollectLimits,
     clip_norm: float | None,
     thresholds: Mapping[str, float] | None,
 ) -> Pending:
-    limits = with_overrides(ScoreLimits, merge_overrides("health", overrides=thresholds))
+    score = with_overrides(ScoreLimits, merge_overrides("health", overrides=thresholds))
     grads = [None if t.grad is None else local(t.grad) for _, t in named]
     limit = math.nan if clip_norm is None else float(clip_norm)
-    return Pending(tuple(name for name, _ in named), statistics(grads), groups, limits, limit)
+    return Pending(tuple(name for name, _ in named), statistics(grads), groups, limits, score, limit)

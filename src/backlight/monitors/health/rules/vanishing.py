@@ -20,7 +20,7 @@ from backlight.monitors.health.model.history import (
     finite_median,
 )
 from backlight.monitors.health.model.score import ROUNDING_SHARE, VanishingMaskLimits
-from backlight.records import Finding, Severity, Subject
+from backlight.records import Finding, RunStatus, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Frame, Run
 
@@ -46,6 +46,9 @@ class VanishingLimits(VanishingMaskLimits):
         "an rms that no parameter exceeds, from the first steps on: a hundredth of Adam's default eps, which "
         "then sets the size of its steps; a model that converged had larger gradients at its start",
         source="torch.optim.Adam: eps 1e-8; the factor is chosen",
+    )
+    vanishing_steps: int = limit(
+        3, "the same in a run that has ended: a short one is run to find such an error", low=1
     )
     vanishing_updates: float = limit(
         1e-6, "updates above this share of a weight move it, however small its gradient is"
@@ -137,7 +140,8 @@ def _everywhere(run: Run, frame: Frame, measured_SP: Bools, limits: VanishingLim
     rows = np.flatnonzero(measured_SP.any(axis=1))
     largest, weights = largest_S[rows], step_weights(frame.steps[rows])
     small = largest < limits.vanishing_everywhere
-    if len(rows) < limits.vanishing_window or weighted_share(small, weights) < limits.vanishing_share:
+    needed = limits.vanishing_window if run.status is RunStatus.RUNNING else limits.vanishing_steps
+    if len(rows) < needed or weighted_share(small, weights) < limits.vanishing_share:
         return None
     if not small[: limits.vanishing_window // 2].all() or not (largest > 0).any():
         return None
