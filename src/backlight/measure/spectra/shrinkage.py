@@ -74,9 +74,8 @@ def noise_values(sigma: float, p: int, q: int) -> Float64:
     mass = (half * np.sin(angle)) ** 2 / x
     share = np.cumsum(mass) / mass.sum()
     wanted = 1 - (np.arange(D) + 0.5) / D
-    return sigma * np.sqrt(
-        n * np.interp(wanted, share, x + half * np.sin(angle) * (0.5 * math.pi / _QUADRATURE))
-    )
+    squares: Float64 = np.interp(wanted, share, x + half * np.sin(angle) * (0.5 * math.pi / _QUADRATURE))
+    return sigma * np.sqrt(n * squares)
 
 
 def noise_stable_rank(p: int, q: int) -> float:
