@@ -177,7 +177,7 @@ class Encoder(nn.Module):
 def test_a_head_that_stays_behind_when_parts_are_taken_is_none(
     takes_parts: bool, tmp_path: Path, evaluated: Any
 ) -> None:
-    with backlight.watch(run=tmp_path / "run", every=1, quiet=True):
+    with backlight.watch(run=tmp_path / "run", every=1, quiet=True, monitors="health"):
         encoder = Encoder()
         parts = nn.Sequential(*list(encoder.children())[:-1])
         model = nn.Sequential(parts if takes_parts else encoder, nn.ReLU(), nn.Linear(6, 2))
