@@ -174,8 +174,9 @@ def read_run(path: Path) -> Run:
     """Read all of a run, as the commands do."""
     list_runs(path.parent)
     run = open_run(path)
-    for name in run.scalar_names():
-        run.scalar(name)
+    for source in ("backlight", "user"):
+        for name in run.scalar_names(source):
+            run.scalar(name, source)
     for array in run.array_names():
         run.array(array)
     findings_of(run)

@@ -142,7 +142,8 @@ def test_user_values_are_stored_and_the_model_is_unchanged(
     assert list(run.scalar("train_accuracy", source="user").steps) == [0, 1, 2, 3]
     assert list(run.scalar("step", source="user").values) == [100, 101, 102, 103]
     assert set(run.scalar("test_loss", source="user").values) == {2.0}
-    assert len(run.scalar("train_accuracy", source="backlight").values) == 0
+    with pytest.raises(KeyError, match="it is recorded with source='user'"):
+        run.scalar("train_accuracy")
     fingerprint = run.fingerprint()
     assert fingerprint.parameter_count == sum(p.numel() for p in model.parameters())
     assert ("first", "Linear") in fingerprint.modules

@@ -241,11 +241,13 @@ def _finding(finding: Finding) -> dict[str, Any]:
 def _values(run: Run, name: str, parameter: str) -> tuple[Any, Any, str]:
     """Return steps, values and unit of a scalar or of one parameter in a series."""
     if not parameter:
-        scalar = run.scalar(name)
+        is_logged = name in run.scalar_names("user") and name not in run.scalar_names("backlight")
+        try:
+            scalar = run.scalar(name, "user" if is_logged else "backlight")
+        except KeyError as error:
+            raise ValueError(str(error.args[0])) from None
         if not len(scalar.steps):
-            scalar = run.scalar(name, "user")
-        if not len(scalar.steps):
-            raise ValueError(f"no scalar is called {name!r}{did_you_mean(name, list(run.scalar_names()))}")
+            raise ValueError(f"scalar {name!r}: was not recorded in this run")
         return scalar.steps, scalar.values, scalar.unit
     kind, _, column = name.partition("/")
     try:

@@ -224,7 +224,7 @@ def run_experiment(
     full = measures_of(configuration)
     tracker = MeasureTracker(full, recorder, probe_of(task, full), warn)
     tracker.measures = at_tier(full, tier)
-    disk = DiskGuard(path, configuration.run.disk_free, recorder, tier)
+    disk = DiskGuard(path, configuration.run.disk_free, recorder, on_warning, tier)
 
     def logged(step: int, values: Mapping[str, float]) -> None:
         recorder.scalars(step, values, source="user")
@@ -389,6 +389,15 @@ def tier_of(path: Path) -> str:
     """Return the last tier of the run in ``path``, with which a resumed run continues."""
     events = open_run(path).events("degradation")
     return str(events[-1].payload.get("to") or TIERS[0]) if events else TIERS[0]
+
+
+def degradations(path: Path) -> list[str]:
+    """Return what the run in ``path`` stored less of than was requested: from which step, and why."""
+    return [
+        f"from step {event.step}: {event.payload.get('to')} instead of {event.payload.get('from')}, since "
+        f"{event.payload.get('reason')}"
+        for event in open_run(path).events("degradation")
+    ]
 
 
 def finished(path: Path) -> bool:

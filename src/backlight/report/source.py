@@ -134,7 +134,17 @@ class Source:
 
     def scalar(self, name: str, source: str = "backlight") -> Scalar:
         """Return a scalar; empty where it was never logged."""
-        return self.run.scalar(name, source=source)
+        try:
+            return self.run.scalar(name, source=source)
+        except KeyError:
+            return Scalar(np.zeros(0, np.int64), np.zeros(0), "1")
+
+    def array(
+        self, name: str, attempt: int | None = None
+    ) -> tuple[NDArray[np.int64], Sequence[NDArray[Any]]]:
+        """Return the steps and values of a stored array; empty where it was never stored."""
+        is_stored = name in self.run.array_names()
+        return self.run.array(name, attempt=attempt) if is_stored else (np.zeros(0, np.int64), [])
 
     def scalar_names(self, beginning: str) -> list[str]:
         """Return the names of backlight's own scalars below ``beginning/``, sorted."""

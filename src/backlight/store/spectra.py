@@ -267,8 +267,8 @@ def _fields(names: tuple[str, ...], stored: NDArray[Any], D: int) -> dict[str, N
 
 
 def _by_step(run: Run, name: str) -> dict[int, NDArray[Any]]:
-    at, values = run.array(name)
-    return dict(zip(at.tolist(), values, strict=True))
+    at, values = run.array(name) if name in run.array_names() else ((), [])
+    return dict(zip(map(int, at), values, strict=True))
 
 
 def _padded(stored: NDArray[Any], D: int) -> NDArray[np.float64]:

@@ -181,7 +181,7 @@ def _run_experiment(
 ) -> int:
     from backlight.cli.progress import Bar
     from backlight.experiments.cost import Choice, choose, estimate_of
-    from backlight.experiments.runner import refuse_existing, run_experiment, tier_of
+    from backlight.experiments.runner import degradations, refuse_existing, run_experiment, tier_of
 
     if resume:
         choice = Choice(tier_of(path)) if (path / "manifest.json").exists() else Choice()
@@ -202,6 +202,8 @@ def _run_experiment(
         write(f"stopped; continue with: backlight grok run --out {path} --resume", file=sys.stderr)
         return 130
     write(path)
+    for change in degradations(path):
+        write(f"stored {change}")
     return 0
 
 
@@ -210,7 +212,7 @@ def _sweep(
     slurm: Sequence[str], script: Path | None, ray: Sequence[str],
 ) -> int:  # fmt: skip
     """Run one process for each member of a sweep; return the exit code."""
-    from backlight.experiments.runner import finished
+    from backlight.experiments.runner import degradations, finished
     from backlight.experiments.sweep import command, concurrent_runs, members, run_all, run_on_ray
     from backlight.experiments.sweep import seeds as seeds_of
     from backlight.launch.ray_tasks import RayOptions
@@ -235,6 +237,8 @@ def _sweep(
 
     def show(folder: Path, code: int) -> None:
         write(folder if not code else f"{folder}: failed, see {folder}.log")
+        for change in [] if code else degradations(folder):
+            write(f"{folder}: stored {change}")
 
     if ray:
         gpus = float(configuration.device.startswith("cuda"))

@@ -75,7 +75,12 @@ class GrokkingMonitor(Monitor):
                 held_out=held_out[0] if held_out else None, optimizers=run.scope.optimizers,
             )  # fmt: skip
         self._tracker = MeasureTracker(self._measures, run.recorder, probe, self._warn)
-        self._disk = DiskGuard(run.path, MIN_FREE_DISK_BYTES, run.recorder)
+        self._disk = DiskGuard(
+            run.path,
+            MIN_FREE_DISK_BYTES,
+            run.recorder,
+            lambda text: self._notifier.warn("grokking disk", text),
+        )
         if probe is None and self._measures.sampled:
             reason = "watch was given no samples=(loss_fn, batch): no per-sample gradients are measured"
             run.recorder.event(None, "unmeasured", {"what": "gram", "reason": reason})

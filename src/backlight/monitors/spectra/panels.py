@@ -429,7 +429,7 @@ def noise_scale_of_steps(source: Source) -> Drawn | NotMeasured:
         ("Noise scale of the model", NOISE_SCALE),
         ("Noise scale of the layers", tuple((f"noise_scale/{layer}", visible(layer)) for layer in layers)),
     ):
-        scalars = [(label, source.run.scalar(name)) for name, label in metrics]
+        scalars = [(label, source.scalar(name)) for name, label in metrics]
         lines = [
             Line(label, scalar.steps, np.where(np.isfinite(scalar.values), scalar.values, np.nan))
             for label, scalar in scalars

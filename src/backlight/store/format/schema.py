@@ -8,6 +8,7 @@ tables; a change to them is a new ``FORMAT_VERSION``.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from collections.abc import Sequence
@@ -54,6 +55,15 @@ SCALARS: dict[str, ScalarSchema] = {
     )
 }
 """Scalars of backlight, by name or by the part before the first slash."""
+
+
+_NUMBERED = re.compile(r"(lr|loss|optimizer_time)/[0-9/]*")
+
+
+def is_optional_scalar(name: str) -> bool:
+    """Return whether backlight records a scalar of that name in some runs; a phase is not one."""
+    is_family = name in {"lr", "phase", "optimizer_time"}
+    return (name in SCALARS and not is_family) or _NUMBERED.fullmatch(name) is not None
 
 
 EVERY_STEP = frozenset({"loss", "lr", "clip/norm"})

@@ -19,7 +19,8 @@ from backlight.store.errors import RunFormatError
 from backlight.store.format.arrays import ArrayInfo
 from backlight.store.format.manifest import Progress, read_manifest
 from backlight.store.format.names import MANIFEST, attempt_folder, storable, written_attempts
-from backlight.store.format.schema import NOT_STORED, unit_of_scalar
+from backlight.store.format.row_codec import SOURCES
+from backlight.store.format.schema import NOT_STORED, is_optional_scalar, unit_of_scalar
 from backlight.store.read import frames
 from backlight.store.read.attempt_files import (
     AttemptFiles,
@@ -37,6 +38,7 @@ from backlight.store.read.frames import Frame, Holders, Spread
 from backlight.store.read.rank_file import Block, RankFile, Window, latest
 from backlight.store.read.remote import Mirror, is_url, shown
 from backlight.store.read.snapshot import sibling, size_of
+from backlight.text import did_you_mean
 
 __all__ = [
     "ArrayInfo",
@@ -326,6 +328,13 @@ class Run:
 
         Of a long run, values of every step are means over bins of the old steps (an event ``thinned`` says
         of how many); the sources ``minimum``, ``maximum`` and ``number`` give the rest of each bin.
+
+        No values where backlight records such a scalar, as ``clip/norm``, and did not in this run.
+
+        Raises
+        ------
+        KeyError
+            If nothing of that name was logged in any attempt; the message has the nearest name.
         """
         whole = rank is None and source == "backlight"
         merged = []
@@ -338,13 +347,18 @@ class Run:
                 is_mean = whole and name.partition("/")[0] in frames.MEANS
                 join = frames.mean if is_mean else frames.lowest
                 merged.append(join(by_rank))
-        return Scalar(*latest(merged), unit_of_scalar(name, source))
+        scalar = Scalar(*latest(merged), unit_of_scalar(name, source))
+        if not len(scalar.steps):
+            self._require(name, source)
+        return scalar
 
     def spread(self, name: str, source: str = "backlight", *, attempt: int | None = None) -> Spread:
         """Return a scalar of every rank over global steps, as each logged it: its own loss, its own norm.
 
-        Where two attempts hold a step, the later one counts.
+        Where two attempts hold a step, the later one counts. A name that was never logged raises KeyError as
+        in :meth:`scalar`.
         """
+        self._require(name, source)
         logged = [
             frames.scalars(files, storable(source), storable(name))
             for files in self._by_attempt(attempt, None)
@@ -355,6 +369,24 @@ class Run:
         """Return the names of the scalars of a source, or of all, in the order of their first use."""
         names = [n for file in self._files for _, of, n in file.scalar_names if source in {None, of}]
         return tuple(dict.fromkeys(names))
+
+    def _require(self, name: str, source: str) -> None:
+        """Raise KeyError if no attempt logged the scalar, and backlight records none of that name."""
+        sources = ("backlight", "user", *SOURCES)
+        if source not in sources:
+            raise KeyError(f"no scalars have the source {source!r}{did_you_mean(source, sources)}")
+        of, other = ("user", "backlight") if source == "user" else ("backlight", "user")
+        names = self.scalar_names(of)
+        if storable(name) in names or (of == "backlight" and is_optional_scalar(name)):
+            return
+        hint = did_you_mean(name, names)
+        near = [n for n in names if name.lower() in n.lower() or n.lower() in name.lower()]
+        if storable(name) in self.scalar_names(other):
+            hint = f"; it is recorded with source={other!r}"
+        elif near and "did you mean" not in hint:
+            hint = f"; did you mean {max(near, key=len)!r}?"
+        what = "no scalar that the script logged" if of == "user" else "no scalar"
+        raise KeyError(f"{self.location}: {what} is called {name!r}{hint}")
 
     def events(self, kind: str | None = None) -> tuple[Event, ...]:
         """Return the events of a kind, or of all, by attempt, time and rank."""
@@ -388,9 +420,8 @@ class Run:
         """
         infos = array_infos(self._opened, self._lost, storable(name))
         if not infos:
-            raise KeyError(
-                f"no array is called {name!r}; there are {', '.join(self.array_names()) or 'none'}"
-            )
+            hint = did_you_mean(name, self.array_names())
+            raise KeyError(f"{self.location}: no array is called {name!r}{hint}")
         return infos[-1]
 
     def array(
@@ -398,9 +429,17 @@ class Run:
     ) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[Any]]]:
         """Return the global steps of a stored array and its value at each; bfloat16 comes as float32.
 
-        A later attempt wins a step, then the lowest rank. Nothing of that name gives no steps.
+        A later attempt wins a step, then the lowest rank.
+
+        Raises
+        ------
+        KeyError
+            If no attempt stored an array of that name; the message has the nearest name.
         """
-        return array_values(self._opened, storable(name), attempt, rank, self._lost)
+        steps, values = array_values(self._opened, storable(name), attempt, rank, self._lost)
+        if not values:
+            self.array_info(name)
+        return steps, values
 
     def evidence(self) -> tuple[str, ...]:
         """Return the paths of the evidence files, below the run directory."""

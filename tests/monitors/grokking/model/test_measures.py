@@ -11,7 +11,8 @@ from backlight.session.writer_thread import ResultQueue
 
 def test_each_check_of_full_disk_lowers_tier_once(tmp_path: Path) -> None:
     free, sink = [5000], ResultQueue()
-    guard = DiskGuard(tmp_path, 1000, sink, spacing=2, free=lambda _path: free[0])
+    warnings: list[str] = []
+    guard = DiskGuard(tmp_path, 1000, sink, warnings.append, spacing=2, free=lambda _path: free[0])
     measures = Measures(every=1)
     assert guard.cheaper_if_full(0, measures) is measures
     assert guard.cheaper_if_full(1, measures) is measures
@@ -31,9 +32,13 @@ def test_each_check_of_full_disk_lowers_tier_once(tmp_path: Path) -> None:
         (6, "Gram", "scalars"),
     ]
     assert degradations[0][2]["left_out"] == ["gradient", "mean_gradient"]
-    warnings = [p for _, kind, p in events if kind == "disk_warning"]
-    assert (warnings[0]["free"], warnings[0]["threshold"]) == (900, 1000)
-    assert warnings[0]["action"] == "from here on top-k instead of full factors"
+    assert warnings == [
+        "900 B of disk are free, and 1 kB must stay free; from step 2 on the run stores top-k instead of "
+        "full factors (left out: gradient, mean_gradient)"
+    ]
+    noted = [p for _, kind, p in events if kind == "disk_warning"]
+    assert (noted[0]["free"], noted[0]["threshold"]) == (900, 1000)
+    assert noted[0]["action"] == "from here on top-k instead of full factors"
 
 
 def test_free_space_of_missing_directory(tmp_path: Path) -> None:

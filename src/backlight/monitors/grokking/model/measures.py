@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backlight.monitors.grokking.settings import Measures
+from backlight.text import size
 
 if TYPE_CHECKING:
     from backlight.monitor import Recorder
@@ -63,16 +64,19 @@ class DiskGuard:
     """Checks the free space at logged steps, and switches to the next cheaper tier when it is short.
 
     ``threshold`` bytes must stay free on the disk of ``path``; ``spacing`` is the number of logged steps
-    between two checks. The recorder gets ``disk_warning`` and ``degradation`` events.
+    between two checks. The recorder gets ``disk_warning`` and ``degradation`` events, and ``warn`` the
+    first change of the tier: later ones are in the result.
     """
 
     path: Path
     threshold: int
     recorder: Recorder
+    warn: Callable[[str], None]
     tier: str = TIERS[0]
     spacing: int = 10
     free: Callable[[Path], int] = free_bytes
     checks: int = 0
+    has_warned: bool = False
 
     def cheaper_if_full(self, step: int, measures: Measures) -> Measures:
         """Return the measures to continue with; cheaper ones if less than the threshold is free."""
@@ -92,8 +96,15 @@ class DiskGuard:
         cheaper = at_tier(measures, self.tier)
         action = f"from here on {self.tier} instead of {before}"
         self.recorder.event(step, "disk_warning", {**warning, "action": action})
-        reason = f"{free} bytes are free, {self.threshold} must stay free"
+        reason = f"{size(free)} of disk are free, and {size(self.threshold)} must stay free"
         self.recorder.event(step, "degradation", degradation(before, self.tier, reason, measures, cheaper))
+        if not self.has_warned:
+            self.has_warned = True
+            missing = ", ".join(left_out(measures, cheaper)) or "nothing that was requested"
+            self.warn(
+                f"{reason}; from step {step} on the run stores {self.tier} instead of {before} (left out: "
+                f"{missing})"
+            )
         return cheaper
 
 

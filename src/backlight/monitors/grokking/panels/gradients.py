@@ -41,7 +41,7 @@ def gram_spectrum(source: Source) -> Drawn | NotMeasured:
     """Draw eigenvalues of chosen ranks over steps on a logarithmic axis."""
     charts, facts, marked = [], [], spans(source)
     for name, title in SPECTRA:
-        steps, spectra = source.run.array(name)
+        steps, spectra = source.array(name)
         lines = spectrum_lines(steps, spectra, RANKS)
         if lines:
             axis = Axis("eigenvalue", log=True)
@@ -225,7 +225,7 @@ def _metrics_and_spectrum(
         lines = lines_of(source, ((metric, title),))
         if lines:
             charts.append(chart(lines, scaled(lines, ""), title=title, spans=marked))
-    steps, spectra = source.run.array(f"{name}/eigenvalues")
+    steps, spectra = source.array(f"{name}/eigenvalues")
     lines = spectrum_lines(steps, spectra, ranks)
     if lines:
         charts.append(chart(lines, Axis("eigenvalue", log=True), title="Spectrum", spans=marked))

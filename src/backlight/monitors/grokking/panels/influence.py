@@ -27,9 +27,11 @@ def summed_influences(run: Run) -> NDArray[np.float64] | None:
     batch changes from one to the next.
     """
     announced = run.events("influence")
-    steps, values = run.array("influence/samples")
     if not announced or not all(event.payload.get("is_fixed") is True for event in announced):
         return None
+    if "influence/samples" not in run.array_names():
+        return None
+    steps, values = run.array("influence/samples")
     if len(steps) < 2 or len({value.shape for value in values}) > 1:
         return None
     total: NDArray[np.float64] = np.trapezoid(np.stack(values).astype(np.float64), steps, axis=0)

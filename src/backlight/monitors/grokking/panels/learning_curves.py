@@ -94,6 +94,8 @@ def _figures(source: Source) -> Figures:
 
 def measured(run: Run, name: str, source: str = "backlight") -> Scalar | None:
     """Return a scalar with at least one log, else None."""
+    if name not in run.scalar_names(source):
+        return None
     scalar = run.scalar(name, source=source)
     return scalar if len(scalar.steps) else None
 

@@ -39,9 +39,7 @@ def account_of(source: Source) -> Accounted | str:
     try:
         result = codec.decode(source.run.read_evidence(path).decode("utf-8"))
         attempt = int(path.split("/")[0].removeprefix("attempt-"))
-        positions, curve = (
-            source.run.array(f"memory/{name}", attempt=attempt)[1] for name in ("positions", "curve")
-        )
+        positions, curve = (source.array(f"memory/{name}", attempt)[1] for name in ("positions", "curve"))
         if not len(positions) or not len(curve):
             return f"The curve of {path} is missing: the result was not written completely."
         return Accounted(result, np.asarray(positions[-1], np.int64), np.asarray(curve[-1], np.float64))
