@@ -27,7 +27,9 @@ class Column:
     """One column: its title, the field of a row that it shows, or a function of the row, and the format.
 
     Numbers are aligned to the right; a ``text`` may be broken into lines, a ``name`` shortened. What a
-    column ``adds`` up is shown for the rows that are left out as well. None is a value not measured.
+    column ``adds`` up is shown for the rows that are left out as well. None is a value not measured. A
+    terminal shows a cell in ``style(row)``, and leaves out ``spare`` columns, the last first, where it is too
+    narrow for all.
     """
 
     title: str
@@ -35,6 +37,8 @@ class Column:
     show: Callable[[Any], str] = number
     kind: Kind = "number"
     adds: bool = False
+    style: Callable[[Any], str] = lambda _: ""
+    spare: bool = False
 
     def value(self, row: Any) -> Any:
         """Return the value of a record, or of a mapping as JSON has it."""
@@ -66,7 +70,8 @@ class Table:
     """Rows, records or mappings, with their columns; the first column names a row.
 
     ``brief`` is how many rows a terminal prints, and ``wide`` how many of the columns at the end it has no
-    space for. Notes stand below the table. The page shows ``title``, by default that of the first column.
+    space for. Notes stand below the table. The page shows ``title``, by default that of the first column. A
+    row of a table that may be ``listed`` is printed as a list where a terminal is too narrow for it.
     """
 
     columns: tuple[Column, ...]
@@ -75,6 +80,7 @@ class Table:
     notes: tuple[str, ...] = ()
     title: str = ""
     wide: int = 0
+    listed: bool = False
 
     def cells(self, most: int) -> Iterator[list[str]]:
         """Yield at most ``most`` rows as texts, and one for the rows that are left out."""
@@ -91,7 +97,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command answers; ``data`` is the record of which ``--json`` prints the fields.
+    """What a command answers; ``--json`` prints the fields of the record ``data``, or its rows, a list.
 
     ``facts`` are the lines behind the verdict, the most important first. ``notes`` are sentences on what was
     not measured, and on what the answer rests.
@@ -104,8 +110,10 @@ class Answer:
     notes: tuple[str, ...] = ()
     findings: tuple[Finding, ...] | None = None
 
-    def as_json(self) -> dict[str, Any]:
-        """Return verdict, facts, the fields of the record and the findings as JSON types."""
+    def as_json(self) -> Any:
+        """Return verdict, facts, the fields of the record and the findings as JSON types; rows are a list."""
+        if isinstance(self.data, list):
+            return codec.plain(self.data)
         listed = {} if self.findings is None else {"findings": codec.plain(self.findings)}
         return {"verdict": self.verdict, "facts": list(self.facts), **codec.plain(self.data), **listed}
 

@@ -150,7 +150,8 @@ def test_query_command(command: Command, path: Path, tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "x.parquet")["loss"].to_pylist() == [row["loss"] for row in rows]
     assert command("query", path, statement, "--out", tmp_path / "x.parquet")[0] == 2
     code, out, _ = command("query", path, "--tables")
-    assert "gradient  one row per step and parameter" in out
+    assert "gradient    type     unit      meaning\n" in out
+    assert "note: one row per step and parameter of the series gradient\n" in out
     listed = json.loads(command("query", path, "--tables", "--json")[1])
     norm = next(c for t in listed if t["table"] == "gradient" for c in t["columns"] if c["name"] == "norm")
     assert norm["unit"] == "gradient"

@@ -16,7 +16,8 @@ import torch
 from rich.console import Console
 
 import backlight
-from backlight.cli.run_list import print_runs
+from backlight.analysis.run_table import answer
+from backlight.cli.console import Page
 from backlight.records import Evidence, Finding, RunStatus, Severity, Subject
 from backlight.store.format.manifest import ListedSummary, read_manifest
 from backlight.store.format.schema import EVALUATED
@@ -52,15 +53,15 @@ def test_ls_lists_the_newest_first_in_80_columns(console_script: ConsoleScript, 
     done = console_script(folder, "ls")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert max(map(len, lines)) <= 80
+    assert max(len(line) for line in lines if not line.startswith("note: ")) <= 80
     newest = next(i for i, line in enumerate(lines) if line.startswith("a-run"))
     older = next(i for i, line in enumerate(lines) if line.startswith("with-finding"))
     assert newest < older
     assert lines[newest].split()[-1] == "none"
     assert "finished" in lines[older]
     assert "error (" in lines[older] or "warning (" in lines[older]
-    assert "runs/foreign: is not a run" in lines
-    assert any(line.startswith("runs/damaged/manifest.json: is not valid JSON") for line in lines)
+    assert "note: runs/foreign: is not a run" in lines
+    assert any(line.startswith("note: runs/damaged/manifest.json: is not valid JSON") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_ls_lists_the_newest_first_in_80_columns(console_script: ConsoleScript, 
 def test_ls_says_what_the_loss_is(scalars: dict[str, float], shown: str, tmp_path: Path) -> None:
     build_run(tmp_path / "run", scalars={0: {"loss": 0.5} | scalars})
     stream = io.StringIO()
-    print_runs(list_runs(tmp_path), Console(file=stream, width=100))
+    Page(Console(file=stream, width=100)).answer(answer(list_runs(tmp_path)), full=True)
     assert f" {shown}  " in stream.getvalue()
 
 
@@ -167,7 +168,7 @@ def test_a_name_is_whole_and_what_has_no_space_is_left_out(tmp_path: Path) -> No
     headers = {}
     for width in (100, 72, 60):
         output = io.StringIO()
-        print_runs(runs, Console(file=output, width=width))
+        Page(Console(file=output, width=width)).answer(answer(runs), full=True)
         header, row = output.getvalue().splitlines()
         assert row.startswith(name)
         headers[width] = header.split()

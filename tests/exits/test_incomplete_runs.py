@@ -19,8 +19,8 @@ import backlight
 from backlight import codec
 from backlight.analysis.compare import compare
 from backlight.analysis.comparison_answer import answer
+from backlight.analysis.run_table import answer as run_table
 from backlight.cli.console import Page
-from backlight.cli.run_list import print_runs
 from backlight.notifier import Notifier
 from backlight.records import EVERYTHING, FROM_HERE_ON, OTHERS, ParameterRecord, RunStatus
 from backlight.report.annotations import render_annotations
@@ -173,7 +173,7 @@ def test_a_list_of_runs_shows_what_is_lacking(
 ) -> None:
     run, lacks, _ = short
     (listed,) = list_runs(run.path.parent)
-    shown = printed(lambda console: print_runs([listed], console))
+    shown = printed(lambda console: Page(console).answer(run_table([listed]), full=True))
     assert "none" not in shown
     _, out, _ = command("ls", run.path.parent, "--json")
     if listed.lacks:  # what a killed run lost is not known before it is read as a whole

@@ -6,14 +6,17 @@ A view is read when a statement scans it, and only the columns that it needs.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TextIO
 
+from backlight.answer import Answer, Column, Table, word
 from backlight.findings.evaluate import findings_of
 from backlight.store.export import (
     TABLE_ENDINGS,
@@ -56,6 +59,28 @@ class QueryResult:
                 # Sums of whole numbers come as decimals of 38 digits.
                 yield tuple(_plain(cell) if isinstance(cell, Decimal) else cell for cell in row)
 
+    def answer(self, most: int) -> Answer:
+        """Return the first ``most`` rows as a table; a terminal lists them where it is too narrow for it."""
+        rows = list(itertools.islice(self.rows(), most + 1))
+        numbers = [
+            all(isinstance(cell, int | float | None) for cell in column) for column in zip(*rows, strict=True)
+        ]
+        columns = tuple(
+            Column(name, itemgetter(n), _shown, "number" if is_number else "text")
+            for n, (name, is_number) in enumerate(zip(self.names, numbers, strict=False))
+        )
+        more = f"the first {most} rows; --rows N shows more, --out FILE writes all of them"
+        table = Table(columns, rows[:most], most, (more,) if len(rows) > most else (), listed=True)
+        named = ", ".join(self.names)
+        return Answer("" if rows else f"no rows of {named}", rows, tables=(table,) if rows else ())
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        # Times since 1970 are of this size: six digits of one say nothing.
+        return f"{value:.13g}" if 1e6 <= abs(value) < 1e12 else f"{value:.6g}"
+    return str(value)
+
 
 def _plain(number: Decimal) -> int | float:
     return int(number) if number == number.to_integral_value() else float(number)
@@ -64,6 +89,25 @@ def _plain(number: Decimal) -> int | float:
 def tables(run: Run) -> dict[str, StoredTable]:
     """Return the tables by name; findings are evaluated now."""
     return tables_of(run, lambda: findings_of(run))
+
+
+def tables_answer(run: Run) -> Answer:
+    """Return the columns of each table with their types, units and meanings."""
+    listed = tables(run).values()
+    return Answer(
+        "",
+        [{"table": t.name, "meaning": t.meaning, "columns": t.columns} for t in listed],
+        tables=tuple(
+            Table(
+                (
+                    word(t.name, "name"), word("type", "kind"), word("unit", "unit"),
+                    word("meaning", "meaning", "text"),
+                ),
+                t.columns, len(t.columns), (t.meaning,),
+            )
+            for t in listed
+        ),
+    )  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from backlight import codec
@@ -16,12 +15,13 @@ from backlight.terminal import make_console, write
 from backlight.text import told_apart, visible
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions
-    from rich.table import Table
+    from rich.console import Console
     from rich.text import Text
 
     from backlight.answer import Answer
     from backlight.answer import Table as AnswerTable
+
+    Rows = Sequence[Sequence[Text]]
 
 
 FACTS = 10
@@ -33,67 +33,23 @@ _BEFORE_UNIT = re.compile(r"(?<=[<>]) (?=\d)|(?<=\d) (?=(?:%|[m\u00b5]?s|[kMGT]?
 MIN_NAME = 12
 """Columns to which a name in a table is shortened at most."""
 
+_FOLDED = 40
+"""Columns that the widest column may be folded to; where it would be less, the rows of a table are listed."""
 
-def make_table(
-    first: str,
-    *columns: str,
-    left: Collection[str] = (),
-    folded: Collection[str] = (),
-    named: Collection[str] = (),
-) -> Table:
-    """Return a table without borders: names, which are shortened where space is short, then numbers.
-
-    ``left`` are columns of words, ``folded`` such that may be folded, ``named`` further columns of names.
-    """
-    table = _table_class()(box=None, pad_edge=False, header_style="dim", title_justify="left")
-    table.add_column(first, overflow="fold")
-    for name in columns:
-        words = name in {*left, *folded, *named}
-        may_shrink = name in {*folded, *named}
-        table.add_column(name, justify="left" if words else "right", overflow="fold", no_wrap=not may_shrink)
-    table.named = {0, *(index for index, name in enumerate(columns, 1) if name in named)}
-    return table  # type: ignore[no-any-return]
+_GAP = "  "
 
 
-@functools.cache
-def _table_class() -> Any:
-    from rich.measure import Measurement
-    from rich.table import Table
-    from rich.text import Text
-
-    class Name:
-        """A cell with a name, shortened in the middle so that it differs from the others of its column."""
-
-        def __init__(self, name: str, column: list[str]) -> None:
-            self._name, self._column = name, column
-
-        def __rich_measure__(self, _console: Console, _options: ConsoleOptions) -> Measurement:
-            length = Text(self._name).cell_len
-            return Measurement(min(length, MIN_NAME), length)
-
-        def __rich_console__(self, _console: Console, options: ConsoleOptions) -> Iterator[Text]:
-            shown = told_apart(self._column, options.max_width).get(self._name, self._name)
-            yield Text(shown, no_wrap=True, overflow="crop")
-
-    class NamesTable(Table):
-        """A table whose columns ``named`` hold names."""
-
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.named: set[int] = set()
-            self._names: dict[int, list[str]] = {}
-
-        def add_row(self, *cells: Any, **options: Any) -> None:
-            def cell(index: int, value: Any) -> Any:
-                if index not in self.named or not isinstance(value, str):
-                    return value
-                column = self._names.setdefault(index, [])
-                column.append(value)
-                return Name(value, column)
-
-            super().add_row(*(cell(index, value) for index, value in enumerate(cells)), **options)
-
-    return NamesTable
+def _widths(kinds: Sequence[str], shown: Sequence[int], cells: Rows, width: int) -> dict[int, int]:
+    """Return the widths of columns: texts and names shrink first, the widest of them the most."""
+    natural = {i: max(1, *(row[i].cell_len for row in cells)) for i in shown}
+    for stage in ({"text": 1, "name": MIN_NAME}, dict.fromkeys(("number", "word", "text", "name"), 1)):
+        least = {i: stage.get(kinds[i], natural[i]) for i in shown}
+        natural = {i: min(length, max(width, least[i])) for i, length in natural.items()}
+        over = sum(natural.values()) + len(_GAP) * (len(shown) - 1) - width
+        while over > 0 and (wide := [i for i in shown if natural[i] > least[i]]):
+            natural[max(wide, key=natural.__getitem__)] -= 1
+            over -= 1
+    return natural
 
 
 class Page:
@@ -146,25 +102,76 @@ class Page:
                 self.say(blank if number else "", line[blanks:])
 
     def table(self, table: AnswerTable, rows: int | None = None) -> None:
-        """Print a table, of at most ``rows`` rows, and its notes."""
+        """Print a table, of at most ``rows`` rows, and its notes.
+
+        Rows are laid out here, since a table of rich takes half a millisecond for each.
+        """
         from rich.text import Text
 
-        shown = len(table.columns) - table.wide
-        first, *others = table.columns[:shown]
-        kinds = {kind: {c.title for c in others if c.kind == kind} for kind in ("word", "text", "name")}
-        printed = make_table(
-            first.title, *(column.title for column in others),
-            left=kinds["word"], folded=kinds["text"], named=kinds["name"],
-        )  # fmt: skip
         most = table.brief if rows is None else rows
-        for number, cells in enumerate(table.cells(most)):
+        cells = [[Text(column.title, "dim") for column in table.columns]]
+        for row, texts in itertools.zip_longest(table.rows[:most], table.cells(most)):
             # The last row counts those that are left out: it is no name.
-            name = Text(cells[0], style="dim") if number == most else cells[0]
-            printed.add_row(name, *cells[1:shown])
-        self._console.print(printed)
+            styles = ["dim"] if row is None else [column.style(row) for column in table.columns]
+            cells.append([Text(*cell) for cell in itertools.zip_longest(texts, styles, fillvalue="")])
+        width = self._console.width
+        shown = list(range(len(table.columns) - table.wide))
+        lengths = [max(row[i].cell_len for row in cells) + len(_GAP) for i in range(len(table.columns))]
+        for i in reversed([i for i in shown if table.columns[i].spare]):
+            if sum(lengths[i] for i in shown) - len(_GAP) > width:
+                shown.remove(i)
+        over = sum(lengths[i] for i in shown) - len(_GAP) - width
+        if table.listed and over > 0 and max(lengths) - over < _FOLDED:
+            self._list_rows(cells)
+        else:
+            kinds = [column.kind for column in table.columns]
+            if not table.listed and kinds[0] != "text":
+                kinds[0] = "name"
+            self._print_rows(kinds, cells, _widths(kinds, shown, cells, width))
         for note in table.notes:
             self.note(note)
-        self._console.print()
+
+    def _print_rows(self, kinds: Sequence[str], cells: Rows, widths: Mapping[int, int]) -> None:
+        from rich.text import Text
+
+        names = {
+            i: told_apart([row[i].plain for row in cells[1:]], width)
+            for i, width in widths.items() if kinds[i] == "name"
+        }  # fmt: skip
+        for number, row in enumerate(cells):
+            parts = {}
+            for i, width in widths.items():
+                cell = row[i]
+                if i in names and number:
+                    cell.plain = names[i].get(cell.plain, cell.plain)
+                whole = cell.cell_len <= width
+                parts[i] = [cell] if whole else list(cell.wrap(self._console, width, overflow="fold"))
+            for n in range(max(map(len, parts.values()))):
+                line = Text()
+                for i, width in widths.items():
+                    piece = parts[i][n] if n < len(parts[i]) else Text()
+                    space = " " * (width - piece.cell_len)
+                    line.append(_GAP if i else "")
+                    for part in (space, piece) if kinds[i] == "number" else (piece, space):
+                        line.append(part)
+                line.rstrip()
+                self._console.print(line, soft_wrap=True)
+
+    def _list_rows(self, cells: Rows) -> None:
+        """Print each row as a list of its own: one line for a column, with its title."""
+        from rich.text import Text
+
+        first = max(title.cell_len for title in cells[0])
+        width = max(1, self._console.width - first - len(_GAP))
+        for number, row in enumerate(cells[1:]):
+            self._console.print(*([""] if number else []), end="\n" if number else "")
+            for title, cell in zip(cells[0], row, strict=True):
+                name = title.plain
+                for piece in cell.wrap(self._console, width, overflow="fold") or [Text()]:
+                    line = Text.assemble((name.ljust(first), "bold"), _GAP, piece)
+                    line.rstrip()
+                    self._console.print(line, soft_wrap=True)
+                    name = ""
 
     def answer(
         self, answer: Answer, *, full: bool = False, rows: int | None = None, before: str = ""
@@ -176,14 +183,17 @@ class Page:
         findings = answer.findings or ()
         claims = [f"{finding.label}: {finding.title}" for finding in findings]
         facts = [*([] if full else claims), *answer.facts]
-        self.sentence((visible(answer.verdict), "bold"))
+        if answer.verdict:
+            self.sentence((visible(answer.verdict), "bold"))
         for fact in facts if full else facts[:FACTS]:
             self.sentence(f"  {visible(fact)}", indent=4)
         if full:
-            if answer.tables:
-                self.say()
-            for table in answer.tables:
+            for number, table in enumerate(answer.tables):
+                if number or answer.verdict:
+                    self.say()
                 self.table(table, rows)
+            if answer.tables and (findings or answer.notes):
+                self.say()
             for finding in findings:
                 self.sentence((f"{finding.label}: ", "bold"), finding.title)
                 self.note(finding.fix, "  fix")

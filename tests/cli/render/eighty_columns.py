@@ -6,42 +6,44 @@ python tests/cli/render/eighty_columns.py memory train.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
+import re
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from backlight.answer import Table
+from backlight.cli.console import Page
+
 WIDTH = 80
+_print_table = Page.table
 
 
-def broken(table: Table, width: int = WIDTH) -> Iterator[str]:
-    """Yield what is wrong with a table at this width: too wide, a wrapped or cut cell, or equal names."""
-    console = Console(width=width, color_system=None)
-    lines = ["".join(part.text for part in line) for line in console.render_lines(table)]
-    head = next((column.header for column in table.columns), "")
-    yield from (f"{head}: too wide: {line!r}" for line in lines if Text(line.rstrip()).cell_len > width)
-    if any(column.overflow == "fold" and not column.no_wrap for column in table.columns[1:]):
-        prose = [c for c in table.columns[1:] if c.overflow == "fold" and not c.no_wrap]
-        named = getattr(table, "named", set())
-        if any(table.columns.index(column) not in named for column in prose):
-            return  # a column of sentences may be folded
-    if len(lines) != table.row_count + bool(table.show_header):
+def broken(table: Table, rows: int | None = None) -> Iterator[str]:
+    """Yield what is wrong with a table at 80 columns: too wide, a wrapped or cut cell, or equal names."""
+    stream = io.StringIO()
+    console = Console(file=stream, width=WIDTH, color_system=None)
+    columns, cells = table.columns, list(table.cells(table.brief if rows is None else rows))
+    _print_table(Page(console), dataclasses.replace(table, notes=()), rows)
+    lines = stream.getvalue().splitlines()
+    head = columns[0].title
+    yield from (f"{head}: too wide: {line!r}" for line in lines if Text(line).cell_len > WIDTH)
+    if any(column.kind == "text" for column in columns):
+        return  # a column of sentences may be folded
+    if len(lines) != len(cells) + 1:
         yield f"{head}: a cell is wrapped: {lines!r}"
         return
-    for column in table.columns[1:]:
-        cells = [column.header, *column.cells] if table.show_header else [*column.cells]
-        for line, cell in zip(lines, cells, strict=True):
-            text = cell.plain if isinstance(cell, Text) else cell
-            if isinstance(text, str) and text not in line:
-                yield f"{head}: {text!r} is cut"
-    first = [getattr(cell, "_name", None) for cell in table.columns[0].cells]
-    told = {line.split("  ")[0] for line in lines[1:]}
-    if all(first) and len(told) < len(set(first)) and len(set(first)) == table.row_count:
+    shown = range(1, len(columns) - table.wide)
+    for line, row in zip(lines[1:], cells, strict=True):
+        whole = [row[n] for n in shown if columns[n].kind != "name" and not columns[n].spare]
+        yield from (f"{head}: {text!r} is cut" for text in whole if text not in line)
+    names = {row[0] for row in cells}
+    told = {re.split(r"(?<=\S)  ", line)[0] for line in lines[1:]}
+    if len(told) < len(names):
         yield f"{head}: names are not told apart: {sorted(told)}"
 
 
@@ -49,15 +51,12 @@ def main() -> None:
     """Run the command of the arguments and check what it prints."""
     os.environ.update(COLUMNS=str(WIDTH), FORCE_COLOR="1", TERM="xterm")
     found: list[str] = []
-    original = Console.print
 
-    def checked(self: Console, *objects: Any, **options: Any) -> None:
-        for each in objects:
-            if isinstance(each, Table):
-                found.extend(broken(each))
-        original(self, *objects, **options)
+    def checked(self: Page, table: Table, rows: int | None = None) -> None:
+        found.extend(broken(table, rows))
+        _print_table(self, table, rows)
 
-    Console.print = checked  # type: ignore[method-assign]
+    Page.table = checked  # type: ignore[method-assign]
     from backlight.cli import app
 
     code, printed = 0, io.StringIO()

@@ -10,10 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from rich.table import Table
 
-from backlight.cli.console import FACTS, Page, make_table
+from backlight.answer import Table, indexed
+from backlight.cli.console import FACTS, Page
 from backlight.records import Fingerprint
 from backlight.text import told_apart
 from backlight.user_code import SourceLine
@@ -241,17 +240,11 @@ def test_names_are_shortened_so_that_they_differ() -> None:
 
 
 def test_broken_tables_are_recognised() -> None:
-    wide = Table("name", "note", box=None)
-    wide.add_row("a", "one two " * 20)
-    assert any("wrapped" in reason for reason in broken(wide))
-    cut = make_table("name", "value")
-    cut.add_row("a", "x" * 90)
-    assert list(broken(cut))
-    equal = make_table("name", *"abcdef")
-    for letter in "xy":
-        equal.add_row("n" * 30 + letter + "m" * 30, *["1" * 9] * 6)
-    assert not list(broken(equal))
-    narrow = make_table("name", "value")
-    narrow.add_row("a" * 200, "1")
-    assert not list(broken(narrow))
-    assert Console(width=80).measure(narrow).maximum <= 80
+    numbers = indexed(("name", *"abcdef"), numbers=range(1, 7))
+    cut = Table(numbers[:2], [("a", "x" * 90)])
+    assert any("wrapped" in reason for reason in broken(cut))
+    (equal,) = broken(Table(numbers[:2], [("a" * n + "b" * (90 - n), "9" * 66) for n in range(10, 80, 5)]))
+    assert "not told apart" in equal
+    names = [("n" * 30 + letter + "m" * 30, *["1" * 9] * 6) for letter in "xy"]
+    assert not list(broken(Table(numbers, names)))
+    assert not list(broken(Table(numbers[:2], [("a" * 200, "1")])))

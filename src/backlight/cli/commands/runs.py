@@ -56,14 +56,10 @@ def ls(*, folder: Path, as_json: bool) -> None:
     The loss is the last one logged, with what it is where one step has several. Findings are those stored
     while the run was watched; none: checked, nothing found; -: not checked.
     """
-    from backlight.cli.run_list import print_runs
+    from backlight.analysis.run_table import answer
     from backlight.store.read.run_list import list_runs
 
-    runs = list_runs(folder)
-    if as_json:
-        print_json(runs)
-    else:
-        print_runs(runs, make_console())
+    print_answer(answer(list_runs(folder)), as_json=as_json, full=True)
 
 
 @command(
@@ -359,7 +355,6 @@ def query(
     write nothing.
     """
     from backlight.analysis import sql
-    from backlight.cli.run_list import print_rows, print_tables
     from backlight.store.read.run import open_run
 
     if path is not None and statement is None and not tables and not path.is_dir():
@@ -370,7 +365,7 @@ def query(
         raise click.BadParameter("--json, --csv and --out exclude one another")
     run = open_run(given_or_latest(path))
     if statement is None:
-        print_tables(sql.tables(run), as_json=as_json)
+        print_answer(sql.tables_answer(run), as_json=as_json, full=True)
         return
     with sql.query(run, statement) as answer:
         if out is not None:
@@ -381,7 +376,7 @@ def query(
             listed = [dict(zip(answer.names, row, strict=True)) for row in answer.rows()]
             print_json(listed)
         else:
-            print_rows(answer, rows)
+            print_answer(answer.answer(rows), as_json=False, full=True)
 
 
 @command("compact", "backlight compact runs/first --keep-every 10")
