@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from backlight import clock, processes
 from backlight.records import Phase
 from backlight.store.read.run import open_run
+from backlight.threads import BackgroundThread
 from backlight.watchdog import start_waits
 from backlight.watchdog.shared_state import StateSnapshot
 from backlight.watchdog.start_waits import StartWait
@@ -38,7 +40,7 @@ class Work:
         self.now, self.cpu_s, self.bytes = 100.0, 0.0, 0
         patch.setattr(clock, "monotonic", lambda: self.now)
         patch.setattr(start_waits, "cpu_s", lambda *_: self.cpu_s)
-        patch.setattr(start_waits, "_bytes", lambda pid, tid=0: (0, 0) if tid else (0, self.bytes))
+        patch.setattr(start_waits, "_moved_by_script", lambda pid: self.bytes)
         patch.setattr(start_waits, "descendants", lambda pid, _: {pid})
 
     def passes(self, seconds: float, *, cores: float = 0.0, rate: int = 0) -> None:
@@ -123,10 +125,23 @@ def test_two_different_waits_are_not_confirmed(work: Work) -> None:
 
 
 def test_bytes_of_this_process_are_read(tmp_path: Path) -> None:
-    before = start_waits._bytes(os.getpid())
-    (tmp_path / "file").write_bytes(bytes(1 << 20))
-    assert start_waits._bytes(os.getpid())[1] - before[1] >= 1 << 20
-    assert start_waits._bytes(1 << 30) == (0, 0)
+    def write() -> None:
+        (tmp_path / "file").write_bytes(bytes(1 << 20))
+        done.set()
+        end.wait()
+
+    end, done, before = threading.Event(), threading.Event(), start_waits._moved_by_script(os.getpid())
+    own = BackgroundThread(write, "backlight-test")
+    own.start()
+    done.wait()
+    assert 0 <= start_waits._moved_by_script(os.getpid()) - before < 1 << 20
+    done.clear()
+    script = threading.Thread(target=write)
+    script.start()
+    done.wait()
+    assert start_waits._moved_by_script(os.getpid()) - before >= 1 << 20
+    end.set()
+    assert start_waits._moved_by_script(1 << 30) == 0
 
 
 def test_rank_prepares_until_its_first_backward() -> None:
@@ -167,7 +182,7 @@ SCRIPT = """
 def test_lock_that_a_worker_has_inherited(kind: str, tmp_path: Path) -> None:
     script, out, config = tmp_path / "train.py", tmp_path / "run", tmp_path / "limits.toml"
     script.write_text(textwrap.dedent(SCRIPT))
-    config.write_text("[thresholds.stalls]\nfloor_start = 4.0\n")
+    config.write_text("[thresholds.stalls]\nfloor_start = 8.0\n")
     command = [sys.executable, "-m", "backlight", "run", "--config", config, "--out", out, script, kind]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:

@@ -19,7 +19,7 @@ PERIODS = 4
 """Readings in the time after which a wait is reported, at least."""
 
 WORKING_CORES = 0.03
-"""Cores in use above which the processes work; the threads of backlight use a thousandth of one."""
+"""Cores in use above which the processes work; the threads of backlight use a hundredth of one."""
 
 MOVED_BYTES = 20_000
 """Bytes per second that are read or written above which they work."""
@@ -61,9 +61,7 @@ class StartWait:
             return
         table = processes.read_process_table()
         family = descendants(state.pid, table)
-        # Threads of backlight read in the process itself; what a download reads there is written as well.
-        moved = _bytes(state.pid)[1] + _bytes(state.pid, state.main_tid)[0]
-        moved += sum(sum(_bytes(pid)) for pid in family - {state.pid})
+        moved = _moved_by_script(state.pid) + sum(_moved(f"{pid}") for pid in family - {state.pid})
         work = now, cpu_s(family, table), moved
         before, self._before = self._before, work
         if before is not None:
@@ -96,11 +94,26 @@ class StartWait:
         return state.timeout_s if state.timeout_s is not None else self._limits.floor_start
 
 
-def _bytes(pid: int, tid: int = 0) -> tuple[int, int]:
-    """Return the bytes that a process, or one thread of it, has read and written; 0 where not known."""
+def _moved_by_script(pid: int) -> int:
+    """Return what the threads of a process that are not backlight's have read and written, in bytes."""
     try:
-        path = Path(f"/proc/{pid}/task/{tid}/io" if tid else f"/proc/{pid}/io")
-        read, written = path.read_text(encoding="ascii").splitlines()[:2]
-        return int(read.split()[1]), int(written.split()[1])
+        threads = [path for path in Path(f"/proc/{pid}/task").iterdir() if not _is_own(path)]
+    except OSError:
+        return 0
+    return sum(_moved(f"{pid}/task/{path.name}") for path in threads)
+
+
+def _is_own(task: Path) -> bool:
+    try:
+        return (task / "comm").read_text(encoding="utf-8").startswith("backlight")
+    except OSError:
+        return True
+
+
+def _moved(process: str) -> int:
+    """Return the bytes that a process, or ``PID/task/TID``, has read and written; 0 where not known."""
+    try:
+        read, written = Path(f"/proc/{process}/io").read_text(encoding="ascii").splitlines()[:2]
+        return int(read.split()[1]) + int(written.split()[1])
     except (OSError, ValueError, IndexError):
-        return 0, 0
+        return 0

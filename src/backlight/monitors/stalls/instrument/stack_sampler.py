@@ -126,7 +126,7 @@ class StackSampler:
     def _poll(self, slots: memoryview) -> float:
         now = clock.monotonic_ns()
         slots[Slot.SAMPLER] = now
-        if self._lines is not None:
+        if self._lines is not None and slots[Slot.BACKWARDS]:  # before, a script prepares
             with no_collection():
                 at = user_frames(sys._current_frames().get(slots[Slot.MAIN_IDENT]))
             if at:
