@@ -48,7 +48,7 @@ OBSERVERS: dict[str, Callable[[], AbstractContextManager[object]]] = {
     "why-no-grad": lambda: MissingGradientObserver(10**9, never),
     "nan": lambda: NanTracer(never),
     "checkpointing": lambda: CheckpointObserver(10**9, never),
-    "--trace gradients,modules,buckets": tracing,
+    "stalls.trace=gradients,modules,buckets": tracing,
 }
 
 

@@ -176,6 +176,8 @@ def assigned(items: Sequence[str]) -> dict[str, Any]:
             value = text
         monitor, _, key = name.rpartition(".")
         target = values.setdefault(monitor, {}) if monitor else values
+        if key in target:
+            raise ValueError(f"--set {name}: is given twice; several values are one list, as {name}=[1, 2]")
         target[key] = value
     return values
 

@@ -34,7 +34,9 @@ def test_list_and_config(command: Run, tmp_path: Path) -> None:
     assert code == 0
     assert "lr: 0.5" in out
     assert "p: 113" in out
-    (tmp_path / "file.yaml").write_text(command("grok", "run", "oracle", "--dry-run", "--steps", 70)[1])
+    (tmp_path / "file.yaml").write_text(
+        command("grok", "run", "oracle", "--dry-run", "--set", "training.steps=70")[1]
+    )
     code, out, errors = command("grok", "run", "--config", tmp_path / "file.yaml", "--dry-run", "--json")
     assert code == 0, errors
     assert next(part for part in json.loads(out)["parts"] if part["name"] == "training")["times"] == 70
@@ -44,8 +46,8 @@ def test_list_and_config(command: Run, tmp_path: Path) -> None:
 def test_run_resume_and_export(command: Run, refused: Refused, tmp_path: Path) -> None:
     path = tmp_path / "run"
     code, out, errors = command(
-        "grok", "run", "nanda", "--preset", "ci", "--steps", 50, "--set", "training.log_every=25",
-        *LIGHT, *SMALL, "--out", path,
+        "grok", "run", "nanda", "--preset", "ci", "--set", "training.steps=50",
+        "--set", "training.log_every=25", *LIGHT, *SMALL, "--out", path,
     )  # fmt: skip
     assert code == 0, errors
     assert out.strip() == str(path)
@@ -53,10 +55,10 @@ def test_run_resume_and_export(command: Run, refused: Refused, tmp_path: Path) -
     assert "accuracy" in errors
     run = backlight.open_run(path)
     assert run.scalar("train_accuracy", "user").steps.tolist() == [0, 25, 50]
-    errors = refused("grok", "run", "nanda", "--steps", 50, *SMALL, "--out", path)
+    errors = refused("grok", "run", "nanda", "--set", "training.steps=50", *SMALL, "--out", path)
     assert "holds a run already" in errors
     assert "seed is 3, was 0" in refused("grok", "run", "--out", path, "--resume", "--seed", 3)
-    code, _, errors = command("grok", "run", "--out", path, "--resume", "--steps", 75)
+    code, _, errors = command("grok", "run", "--out", path, "--resume", "--set", "training.steps=75")
     assert code == 0, errors
     assert backlight.open_run(path).scalar("train_accuracy", "user").steps.tolist() == [0, 25, 50, 75]
     assert command("export", path, tmp_path / "out.h5")[0] == 0
@@ -73,8 +75,9 @@ def test_run_resume_and_export(command: Run, refused: Refused, tmp_path: Path) -
 def test_control_runs_alongside_the_run(command: Run, tmp_path: Path) -> None:
     path = tmp_path / "run"
     code, _, errors = command(
-        "grok", "run", "oracle", "--steps", 20, *SMALL, "--control", "random-labels", "--out", path
-    )
+        "grok", "run", "oracle", "--set", "training.steps=20", *SMALL,
+        "--control", "random-labels", "--out", path,
+    )  # fmt: skip
     assert code == 0, errors
     (event,) = backlight.open_run(tmp_path / "run-random-labels").events("grokking")
     assert (event.payload["control"], event.payload["control_of"]) == ("random-labels", "run")
@@ -142,7 +145,7 @@ def test_slurm_script_is_written(command: Run, refused: Refused, tmp_path: Path)
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="the machine has an accelerator")
 def test_slurm_script_of_a_gpu_job_is_written_without_one(command: Run, tmp_path: Path) -> None:
     file = tmp_path / "job.sh"
-    arguments = ("--device", "cuda", "--seed", 3, "--degrade", "--set", "training.lr=0.002", "--resume")
+    arguments = ("--set", "device=cuda", "--seed", 3, "--degrade", "--set", "training.lr=0.002", "--resume")
     code, out, errors = command(
         "grok", "run", "oracle", *SMALL, *arguments, "--out", tmp_path / "run",
         "--slurm", "partition=gpu", "--slurm-script", file,
@@ -159,7 +162,8 @@ def test_slurm_script_of_a_gpu_job_is_written_without_one(command: Run, tmp_path
 
 @pytest.mark.full
 def test_sweep_has_a_directory_per_run(command: Run, tmp_path: Path) -> None:
-    line = ("grok", "run", "oracle", "--steps", 10, *SMALL, "--seeds", "0,1", "--out", tmp_path)
+    steps = ("--set", "training.steps=10")
+    line = ("grok", "run", "oracle", *steps, *SMALL, "--seeds", "0,1", "--out", tmp_path)
     code, out, errors = command(*line)
     assert code == 0, errors
     assert {Path(text).name for text in out.split()} == {"seed-0", "seed-1"}

@@ -126,7 +126,7 @@ def test_the_reference_of_the_site_has_every_command() -> None:
         ("agop", "use backlight grok run: records it"),
         ("ntk", "use backlight grok run: records it"),
         ("spectral-echo", "use backlight spectra: "),
-        ("noise-scale", "use backlight run --noise-scale 0: records the gradient noise scale"),
+        ("noise-scale", "use backlight run --set spectra.noise_scale=0: records the gradient noise scale"),
         ("dry-run", "use backlight memory predict: "),
         ("no-gradients", "use backlight why-no-grad: which parameters get no gradient"),
         ("gramm", "No such command 'gramm'; did you mean 'gram'?"),

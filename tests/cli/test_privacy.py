@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("privacy")
     (folder / "train.py").write_text(TRAIN)
     arguments = ["--api-key=sesame-one", "--hub-token", "sesame-two", "--door", "sesame-three", "--lr", "0.5"]
-    done = backlight("run", "--out", "r", "--redact", "door", "train.py", *arguments, cwd=folder)
+    done = backlight("run", "--out", "r", "--set", "redact=door", "train.py", *arguments, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "sesame" not in done.stderr
     return folder
@@ -97,7 +97,7 @@ async def answered(runs: Path, tool: str, arguments: dict[str, Any]) -> str:
 
 def test_run_directory_is_for_its_owner_unless_shared(folder: Path) -> None:
     assert (folder / "r").stat().st_mode & 0o777 == 0o700
-    done = backlight("run", "--share", "--out", "below/shared", "train.py", "--fail", cwd=folder)
+    done = backlight("run", "--set", "share=true", "--out", "below/shared", "train.py", "--fail", cwd=folder)
     assert done.returncode == 1
     before = os.umask(0)
     os.umask(before)
@@ -114,6 +114,6 @@ def test_another_user_cannot_read_a_run(folder: Path) -> None:
 
 
 def test_refused_pattern(folder: Path) -> None:
-    done = backlight("run", "--redact", "(", "train.py", cwd=folder)
+    done = backlight("run", "--set", "redact=(", "train.py", cwd=folder)
     assert done.returncode == 2
-    assert "--redact: '(' is no regular expression" in done.stderr
+    assert "--set redact: '(' is no regular expression" in done.stderr

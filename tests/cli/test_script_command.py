@@ -132,7 +132,7 @@ def test_an_option_unknown_to_both_gets_no_hint(console_script: Console, folder:
 
 
 def test_samples_of_a_requested_step(console_script: Console, folder: Path) -> None:
-    done = console_script(folder, "run", "--out", "first", "--decompose", "2", "train.py")
+    done = console_script(folder, "run", "--out", "first", "--set", "health.decompose=2", "train.py")
     assert done.returncode == 0, done.stderr
     done = console_script(folder, "findings", "first", "--samples", "2")
     assert done.returncode == 0, done.stderr
@@ -140,7 +140,7 @@ def test_samples_of_a_requested_step(console_script: Console, folder: Path) -> N
     done = console_script(folder, "findings", "first", "--samples", "1", "--json")
     answer = json.loads(done.stdout)
     assert (answer["step"], answer["decomposed"]) == (1, [])
-    assert "`backlight run --decompose 1`" in answer["text"]
+    assert "`backlight run --set health.decompose=1`" in answer["text"]
     done = console_script(folder, "findings", "first", "--samples", "1", "--fail-on", "error")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--samples excludes --format and --fail-on" in done.stderr

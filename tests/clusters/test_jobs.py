@@ -147,10 +147,8 @@ def test_command_writes_the_script_or_fails(
         "health",
         "--every",
         "3",
-        "--group",
-        "a=x",
-        "--group",
-        "b=y",
+        "--set",
+        "groups.a=x",
     ]
     code, out, errors = call(
         *options,
@@ -166,7 +164,7 @@ def test_command_writes_the_script_or_fails(
     )
     assert (code, out) == (0, "j.sh\n")
     text = (tmp_path / "j.sh").read_text()
-    changes = "--set health.histogram=true --monitors health --every 3 --group a=x --group b=y"
+    changes = "--set groups.a=x --set health.histogram=true --monitors health --every 3"
     own = f"--out {tmp_path / 'r'} {changes}"
     assert f"-m backlight run {own} train.py --every 5" in text
     assert "which other nodes may not see" in errors

@@ -37,7 +37,7 @@ def empty(tmp_path_factory: pytest.TempPathFactory) -> Source:
 def test_undefined_groups_are_not_drawn(empty: Source) -> None:
     result = PANELS["groups"].render(empty)
     assert isinstance(result, NotMeasured)
-    assert "--group NAME=PATTERN" in result.reason
+    assert "--set groups.NAME=PATTERN" in result.reason
 
 
 def drawn(source: Source, name: str) -> Drawn:

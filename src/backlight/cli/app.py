@@ -98,7 +98,7 @@ MEANT = {
         "spectra", "singular directions of replicate gradients, with the spectral echo"
     ),
     ("noise-scale", "noise", "gns", "critical-batch-size"): (
-        "run --noise-scale 0", "records the gradient noise scale; `spectra` measures it by layer"
+        "run --set spectra.noise_scale=0", "records the gradient noise scale; `spectra` measures it by layer"
     ),
     ("dry-run", "dryrun", "estimate"): (
         "memory predict", "the memory of a step without running it; experiments: `grok run NAME --dry-run`"

@@ -97,11 +97,7 @@ changes_option = click.option(
     "changes", "--set", metavar="KEY=VALUE", multiple=True,
     help="Configuration key, as training.lr=0.001 (repeatable).",
 )  # fmt: skip
-steps_option = click.option(
-    "--steps", metavar="N", type=click.IntRange(min=1), help="Optimizer steps after which the run is ended."
-)
 seed_option = click.option("--seed", metavar="N", type=int, help="Seed of data, weights and batches.")
-device_option = click.option("--device", metavar="NAME", help="Device, as cpu, cuda or cuda:1.")
 
 RUNS = Path("runs")
 """Where runs are recorded by default."""

@@ -40,7 +40,7 @@ from backlight.settings import (
     refuse_unknown,
     type_of,
 )
-from backlight.text import assignments, did_you_mean, parse_size
+from backlight.text import did_you_mean, parse_size
 from backlight.untrusted_files import read_text
 
 
@@ -116,12 +116,6 @@ def _texts(option: str | Iterable[str]) -> tuple[str, ...]:
     return (option,) if isinstance(option, str) else tuple(option)
 
 
-def _groups(option: Mapping[str, str] | Iterable[str]) -> Mapping[str, str]:
-    if isinstance(option, Mapping):
-        return option
-    return assignments(option, "--group", "NAME=PATTERN, such as --group host='encoder.*'")
-
-
 def _bytes(option: int | str) -> int:
     return parse_size(option, "--max-disk") if isinstance(option, str) else option
 
@@ -151,13 +145,8 @@ class Settings:
         ),
     ] = None
     groups: Annotated[
-        dict[str, str],
-        Option(
-            "Group of parameters, by a pattern over their names.",
-            flags=("--group",), metavar="NAME=PATTERN",
-            repeatable=True, parse=_groups,
-        ),
-    ] = dataclasses.field(default_factory=dict)  # fmt: skip
+        dict[str, str], Option("Groups of parameters, each a pattern over their names, as `groups.host`.")
+    ] = dataclasses.field(default_factory=dict)
     detail: Annotated[int, Option("Steps recorded in full after a finding.", at_least=0)] = 20
     trackers: Annotated[
         tuple[str, ...],
@@ -183,20 +172,11 @@ class Settings:
     step_offset: Annotated[
         int | None, Option("Number of the first step of a resumed run (default: continue its count).")
     ] = None
-    share: Annotated[
-        bool, Option("Let other users of the machine read the run directory.", flags=("--share",))
-    ] = False
+    share: Annotated[bool, Option("Let other users of the machine read the run directory.")] = False
     redact: Annotated[
-        tuple[str, ...],
-        Option(
-            "Regular expression of secrets to leave out of the run.",
-            flags=("--redact",), metavar="REGEX",
-            repeatable=True, parse=_texts,
-        ),
-    ] = ()  # fmt: skip
-    keep_arguments: Annotated[
-        bool, Option("Store the script's arguments unredacted.", flags=("--keep-arguments",))
-    ] = False
+        tuple[str, ...], Option("Regular expression of secrets to leave out of the run.", parse=_texts)
+    ] = ()
+    keep_arguments: Annotated[bool, Option("Store the script's arguments unredacted.")] = False
     thresholds: Annotated[
         dict[str, dict[str, float]], Option("Limits of rules that differ from their defaults, by monitor.")
     ] = dataclasses.field(default_factory=dict)

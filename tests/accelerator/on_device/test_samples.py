@@ -76,7 +76,7 @@ def test_spike_that_was_not_requested_states_how_to_request_it(tmp_path: Path) -
     (found,) = run.events(SAMPLES)
     assert found.payload["calls"][0]["top"] == []
     (spike,) = [f for f in evaluate_rules(run) if f.rule == "spike"]
-    assert f"--decompose {SPIKE} " in spike.detail
+    assert f"--set health.decompose={SPIKE} " in spike.detail
 
 
 def test_step_is_not_computed_again_without_memory_for_it(

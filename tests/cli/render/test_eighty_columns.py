@@ -154,7 +154,8 @@ MORE = (
     "check --recompute train.py", "compare first-run-of-the-encoder slow --full", "query slow --tables",
     "why-no-grad cut.py", "why-no-grad train.py", "nan nan.py", "nan train.py",
     "check train.py", "check --steps 20 cut.py",
-    "grok list", "grok run doshi --steps 20 --out doshi", "test-matrix --out results matrix/recompute.toml",
+    "grok list", "grok run doshi --set training.steps=20 --out doshi",
+    "test-matrix --out results matrix/recompute.toml",
 )  # fmt: skip
 
 

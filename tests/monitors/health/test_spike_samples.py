@@ -268,7 +268,7 @@ def test_requested_step_names_the_sample_with_the_largest_share(tmp_path: Path) 
     assert f"Sample {BAD} of {N} (dataset index 123) has the largest share" in samples_of(run, SPIKE)
     assert event(run)["calls"][0]["share"] == pytest.approx(1, abs=1e-4)
     assert not [f for f in evaluate_rules(run) if f.rule == "spike"]
-    assert "`backlight run --decompose 3`" in samples_of(run, 3)
+    assert "`backlight run --set health.decompose=3`" in samples_of(run, 3)
     assert f"not decomposed; those of {SPIKE}, {SPIKE + 1} were." in samples_of(run, 3)
 
 

@@ -20,17 +20,11 @@ if TYPE_CHECKING:
     from backlight.experiments.config import Configuration
 
 
-def overlay(
-    changes: Sequence[str], *, steps: int | None = None, seed: int | None = None, device: str | None = None
-) -> tuple[str, Mapping[str, Any]]:
+def overlay(changes: Sequence[str], seed: int | None = None) -> tuple[str, Mapping[str, Any]]:
     """Return what the options of a command line say, as a layer of a configuration."""
     from backlight.experiments.config import assigned
 
-    values = assigned(changes)
-    if steps is not None:
-        values.setdefault("training", {})["steps"] = steps
-    changed_options = {"seed": seed, "device": device}
-    return "--set", values | {key: value for key, value in changed_options.items() if value is not None}
+    return "--set", assigned(changes) | ({} if seed is None else {"seed": seed})
 
 
 def configured(

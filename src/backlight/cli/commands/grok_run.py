@@ -18,13 +18,11 @@ from backlight.cli.console import print_answer
 from backlight.cli.options import (
     PATH,
     changes_option,
-    device_option,
     preset_option,
     ray_option,
     seed_option,
     slurm_option,
     slurm_script_option,
-    steps_option,
 )
 from backlight.extras import require
 from backlight.terminal import make_console, write
@@ -45,9 +43,7 @@ if TYPE_CHECKING:
     "--config", type=PATH, metavar="FILE", help="YAML file, as backlight grok run --dry-run prints it."
 )
 @changes_option
-@steps_option
 @seed_option
-@device_option
 @click.option("--out", "-o", type=PATH, metavar="DIR", help="Run directory; default runs/NAME-PRESET-seed-N.")
 @click.option("--resume", is_flag=True, help="Resume the run in --out.")
 @click.option("--control", metavar="NAME", help="Matched control to run as well: random-labels.")
@@ -68,9 +64,7 @@ def run(
     preset: str | None,
     config: Path | None,
     changes: Sequence[str],
-    steps: int | None,
     seed: int | None,
-    device: str | None,
     out: Path | None,
     resume: bool,
     control: str | None,
@@ -94,7 +88,7 @@ def run(
     from backlight.experiments.config import check_control
 
     check_control(control or "")
-    options = overlay(changes, steps=steps, seed=seed, device=device)
+    options = overlay(changes, seed)
     request = _Request(name, preset, config, options, out, control or "", degrade)
     if as_json and not dry_run:
         raise ValueError("--json prints what --dry-run estimates: add --dry-run")

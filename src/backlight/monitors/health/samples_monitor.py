@@ -226,7 +226,7 @@ class SpikeSamplesMonitor(Monitor):
         number = step + self._run.writer.step_offset
         reason = (
             "in a process with an accelerator no forked child can compute it; in a run with "
-            f"--decompose {number} the training process does"
+            f"--set health.decompose={number} the training process does"
         )
         return {**answer, "reason": reason}
 

@@ -32,11 +32,8 @@ class HealthSettings(MonitorSettings):
     ] = False
     decompose: Annotated[
         tuple[int, ...],
-        Option(
-            "Step to decompose by samples: one more forward pass.",
-            flags=("--decompose",), metavar="STEP", repeatable=True, parse=_steps,
-        ),
-    ] = ()  # fmt: skip
+        Option("Steps to decompose by samples: one more forward pass each.", parse=_steps),
+    ] = ()
 
     def __post_init__(self) -> None:
         """Check the bounds."""

@@ -420,7 +420,7 @@ def noise_scale_of_steps(source: Source) -> Drawn | NotMeasured:
     """Draw the noise scale of the model with its interval, and that of the layers with the largest shares."""
     events = source.run.events("noise_scale")
     if not events:
-        why = "It was not requested: --noise-scale 0, or spectra={'noise_scale': 0}."
+        why = "It was not requested: --set spectra.noise_scale=0, or spectra={'noise_scale': 0}."
         return NotMeasured(source.reason("noise scale", otherwise=why))
     last = events[-1].payload
     layers = sorted(last["shares"], key=lambda layer: -last["shares"][layer])[:NOISE_LAYERS]

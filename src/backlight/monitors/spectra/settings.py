@@ -105,11 +105,8 @@ class SpectraSettings(MonitorSettings):
     ] = 120.0
     noise_scale: Annotated[
         int | None,
-        Option(
-            "Measure the noise scale every N steps (0: at growing intervals).",
-            flags=("--noise-scale",), metavar="N", at_least=0,
-        ),
-    ] = None  # fmt: skip
+        Option("Measure the noise scale every N steps (0: at growing intervals).", at_least=0),
+    ] = None
     batch: Annotated[
         int,
         Option(

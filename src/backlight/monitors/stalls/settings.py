@@ -13,7 +13,7 @@ KINDS = ("gradients", "modules", "buckets")
 """What can be traced."""
 
 VARIABLE = "BACKLIGHT_TRACE"
-"""Environment variable with the value of ``--trace``, for clusters where no option can be passed."""
+"""Environment variable with the value of ``stalls.trace``, for clusters where no option can be passed."""
 
 
 def traced_kinds(
@@ -54,11 +54,8 @@ class StallsSettings(MonitorSettings):
     ] = None  # fmt: skip
     trace: Annotated[
         tuple[str, ...],
-        Option(
-            "Trace of the backward pass: gradients,modules,buckets.",
-            flags=("--trace",), metavar="KIND,...", parse=traced_kinds,
-        ),
-    ] = field(default_factory=traced_kinds)  # fmt: skip
+        Option("Trace of the backward pass: gradients,modules,buckets.", parse=traced_kinds),
+    ] = field(default_factory=traced_kinds)
 
     def __post_init__(self) -> None:
         """Check the bounds and the kinds."""

@@ -1,4 +1,4 @@
-"""``--trace``: lines on the terminal and events in the run, flushed at the moment they happen."""
+"""``stalls.trace``: lines on the terminal and events in the run, flushed at the moment they happen."""
 
 from __future__ import annotations
 

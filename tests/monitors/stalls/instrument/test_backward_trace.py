@@ -207,7 +207,9 @@ dist.destroy_process_group()
 def trace_ranks(folder: Path) -> list[subprocess.CompletedProcess[str]]:
     (folder / "train.py").write_text(DISTRIBUTED)
     kinds = "gradients,modules,buckets"
-    done = run_ranks(folder, "-m", "backlight", "run", "--out", "run", "--trace", kinds, "train.py")
+    done = run_ranks(
+        folder, "-m", "backlight", "run", "--out", "run", "--set", f"stalls.trace={kinds}", "train.py"
+    )
     assert [process.returncode for process in done] == [0, 0], [process.stderr for process in done]
     return done
 

@@ -56,7 +56,7 @@ def samples_of(run: Run, step: int) -> str:
     others = f"; those of {listed([str(step) for step in recorded], 8)} were" if recorded else ""
     return (
         f"The samples of step {step} were not decomposed{others}. Run the script again with "
-        f"`backlight run --decompose {step}`."
+        f"`backlight run --set health.decompose={step}`."
     )
 
 

@@ -135,7 +135,9 @@ def groups(source: Source) -> Drawn | NotMeasured:
         except GroupError as error:
             remarks.append(f"Group {visible(name)} is not drawn: {visible(str(error))}.")
     if not groups:
-        reason = source.reason("group", otherwise="No group was named: backlight run --group NAME=PATTERN.")
+        reason = source.reason(
+            "group", otherwise="No group was named: backlight run --set groups.NAME=PATTERN."
+        )
         return NotMeasured(" ".join(remarks) or reason)
     lines = [Line(name, rms.steps, rms.values, gaps=True) for name, rms in groups.items()]
     charts = [chart(lines[:MAX_LINES], Axis("rms (gradient)", log=True))]

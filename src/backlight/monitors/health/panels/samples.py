@@ -45,7 +45,7 @@ def spike_samples(source: Source) -> Drawn | NotMeasured:
             return NotMeasured(source.reason("gradient", otherwise="No gradient was recorded."))
         none = (
             "No step was decomposed: neither gradients nor loss leapt at a recorded step, and none was "
-            "requested (backlight run --decompose STEP)."
+            "requested (backlight run --set health.decompose=STEP)."
         )
         return Drawn("words", {"text": none})
     if not rows:
