@@ -16,7 +16,7 @@ from backlight.watchdog.collectives import CollectiveRecord, Dump
 from backlight.watchdog.graph_samples import GraphBuild
 from backlight.watchdog.observation import IssuedCollectives, Observation
 from backlight.watchdog.shared_state import Collective, StateSnapshot
-from backlight.watchdog.stacks import Frame, StackSample, ThreadStack, native_operation
+from backlight.watchdog.stacks import REGION_LINE, Frame, StackSample, ThreadStack, native_operation
 from backlight.watchdog.text import Diagnosis, describe
 from backlight.watchdog.timeouts import StallLimits, is_suspicious, timeout_of
 from backlight.watchdog.waits import WaitCause, WaitName
@@ -384,3 +384,34 @@ def test_open_call_names_the_collective_where_there_is_no_flight_recorder() -> N
     assert one.pending is not None
     assert one.pending.text == "all_reduce(16 float32) #3"
     assert dataclasses.replace(one, issued=IssuedCollectives(990 * S, (6,), None)).pending is None
+
+
+CHECKPOINT = "/lib/torch/utils/checkpoint.py"
+RECOMPUTES = Frame(CHECKPOINT, 1183, "_checkpoint_hook.__init__.<locals>.unpack_hook")
+
+
+@pytest.mark.parametrize("again", [RECOMPUTES, Frame(CHECKPOINT, 312, "CheckpointFunction.backward")])
+def test_wait_in_a_recomputation_names_the_region(again: Frame) -> None:
+    block = Frame("/home/me/model.py", 14, "Block.forward")
+    stack = ThreadStack(
+        MAIN, (USER, Frame("/lib/torch/nn/modules/module.py", 9, "_call_impl"), block, again, ENGINE, TOP),
+        variables=((REGION_LINE, "/home/me/model.py:31"),),
+    )  # fmt: skip
+    for shown, region in (
+        (stack, " of model.py:31 (Block.forward)"),
+        (dataclasses.replace(stack, variables=()), " (Block.forward)"),
+        (dataclasses.replace(stack, frames=(again, ENGINE, TOP), variables=()), ""),
+    ):
+        taken = tuple(StackSample((990 + i) * S, "sampler", (shown,)) for i in range(4))
+        found = diagnose(observation(samples=taken, wait=WaitReason.LOCK), LIMITS)
+        assert found is not None
+        assert f"; it is in the recomputation of the checkpointed region{region}; CPU 0 %" in found.claim
+
+
+def test_wait_outside_of_a_recomputation_names_no_region() -> None:
+    forward = Frame(CHECKPOINT, 500, "checkpoint")
+    for frames in ((USER, ENGINE, TOP), (USER, forward, ENGINE, TOP)):  # a forward inside of backward
+        found = diagnose(observation(samples=samples(*frames), wait=WaitReason.LOCK), LIMITS)
+        assert found is not None
+        assert found.kind is DiagnosisKind.BLOCKED
+        assert "recomputation" not in found.claim

@@ -34,6 +34,7 @@ _PLAIN_VALUES = (bool, int, float, str, type(None))
 class CheckpointedRegion:
     """One call of ``checkpoint``; a listener sets ``record`` to follow its tensors and recomputations.
 
+    It also sets ``line``, that of the call, which the stack sampler reads in a recomputation that waits.
     The tensors are those that a run saves for backward; of a re-entrant region, whose forward saves none,
     those that it returns.
     """
@@ -42,6 +43,7 @@ class CheckpointedRegion:
     preserves_random: bool
     is_reentrant: bool
     record: Any = None
+    line: str = ""
 
 
 def install_recomputation(hub: Hub, patches: Patches) -> None:

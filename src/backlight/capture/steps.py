@@ -36,7 +36,7 @@ class StepTracker(PhaseEvents):
     A subclass decides which steps are recorded, and overrides what is called in those; here that does
     nothing. ``scalars`` takes the scalars of every step. ``per_backward`` also reports the end of every
     single backward (accumulation). The script is ended by :class:`StopTraining` when a step after
-    ``max_steps`` begins. ``backwards`` counts backward passes.
+    ``max_steps`` begins. ``backwards`` counts backward passes, ``raised`` those that an exception ended.
     """
 
     every_step = False
@@ -71,7 +71,7 @@ class StepTracker(PhaseEvents):
         self._is_whole = self._was_whole = True
         self._counted: UnrecordedSteps | None = None
         self._models = FreedModels(scope)
-        self.backwards = 0
+        self.backwards = self.raised = 0
 
     @property
     def reads_gradients(self) -> bool:
@@ -302,6 +302,7 @@ class StepTracker(PhaseEvents):
         """Forget the loss of a backward that failed."""
         if Phase.BACKWARD in self._clock.open:  # and not in a computation of gradients on its own
             self._scalars.drop_losses()
+            self.raised += 1
 
     def backward_end(self) -> None:
         """Count the backward; remember versions, by which a change by hand is detected later."""

@@ -34,6 +34,7 @@ from backlight.watchdog.stacks import (
     native_function,
     native_operation,
     phase_of,
+    recomputed_region,
     user_frame,
 )
 from backlight.watchdog.timeouts import EXEMPT_PHASES, StallLimits, timeout_of
@@ -249,6 +250,7 @@ def _in_backward(obs: Observation, state: StateSnapshot, summary: StackSummary, 
     frame = None if summary.native else summary.frame
     same: dict[str, Any] = {
         "frame": frame,
+        "region": recomputed_region(summary.thread) if summary.thread is not None else None,
         "line": str(frame) if frame is not None and summary.same_function else None,
         "module": _class_name(state.node) if state.node_since else None,
         "same_line": summary.same_line,

@@ -14,7 +14,7 @@ from backlight.records import DiagnosisKind, Phase
 from backlight.watchdog.collectives import Awaited, CollectiveRecord, Match
 from backlight.watchdog.graph_samples import NodeShare
 from backlight.watchdog.observation import ExitReason, PeerFailure, Workers
-from backlight.watchdog.stacks import Frame
+from backlight.watchdog.stacks import Frame, RecomputedRegion
 from backlight.watchdog.waits import WaitCause
 
 HIGH, MEDIUM, LOW = "high", "medium", "low"
@@ -119,6 +119,7 @@ class Cause:
     waits: bool = False
     is_watched: bool = True
     frame: Frame | None = None
+    region: RecomputedRegion | None = None  # in whose recomputation it is
     same_line: bool = False  # in every sample
     is_sampled: bool = False  # stacks of Python were taken
     thread: str = ""  # name of the working thread where that is not the main thread

@@ -296,6 +296,34 @@ def user_frame(stack: ThreadStack) -> Frame | None:
     return next(iter(candidates), None)
 
 
+REGION_LINE = "region.line"
+"""Variable of a stack with the line at which the script called ``checkpoint``."""
+
+_RECOMPUTATION = ("torch/utils/checkpoint.py", {"unpack_hook", "backward"})
+"""File and functions of torch in which backward runs a checkpointed region again."""
+
+
+@dataclass(frozen=True)
+class RecomputedRegion:
+    """A checkpointed region that backward runs again: its function, and the line that checkpoints it.
+
+    Neither is known of a region of library code that was not followed.
+    """
+
+    frame: Frame | None = None
+    line: str = ""
+
+
+def recomputed_region(stack: ThreadStack) -> RecomputedRegion | None:
+    """Return the innermost region whose recomputation a stack shows, None outside of one."""
+    file, functions = _RECOMPUTATION
+    for depth, frame in enumerate(stack.frames):
+        if frame.file.replace("\\", "/").endswith(file) and frame.function.rpartition(".")[2] in functions:
+            outermost = next((f for f in reversed(stack.frames[:depth]) if is_user_code(f.file)), None)
+            return RecomputedRegion(outermost, dict(stack.variables).get(REGION_LINE, ""))
+    return None
+
+
 def is_backlight(file: str) -> bool:
     """Return whether a file belongs to backlight itself."""
     return file.replace("\\", "/").startswith(_BACKLIGHT)

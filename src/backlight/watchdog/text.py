@@ -23,7 +23,7 @@ from backlight.watchdog.collectives import (
 from backlight.watchdog.diagnosis import MEDIUM, Cause, Decision, Failure, What
 from backlight.watchdog.graph_samples import NodeShare
 from backlight.watchdog.observation import Workers
-from backlight.watchdog.stacks import Frame
+from backlight.watchdog.stacks import Frame, RecomputedRegion
 from backlight.watchdog.words import (
     HEADS,
     NAME_THEIR_RANK,
@@ -155,7 +155,9 @@ def _values(cause: Cause) -> dict[str, object]:
     values: dict[str, object] = {
         "rank": cause.rank, "pid": cause.pid, "step": cause.step, "phase": cause.phase,
         "seconds": f"{cause.silence_s:.0f} s", "cpu": f"{100 * (cause.cpu or 0.0):.0f} %",
-        "tail": "; ".join([*_cpu(cause), f"{cause.silence_s:.0f} s", *_reached(cause)]),
+        "tail": "; ".join(
+            [*_region(cause.region), *_cpu(cause), f"{cause.silence_s:.0f} s", *_reached(cause)]
+        ),
         "thread": f"thread {cause.thread}" if cause.thread else "the main thread",
         "waits": _wait_text(cause.wait), "function": cause.function, "inside": _inside(frame),
         "holds": f" in C code that holds the interpreter lock{function}" if cause.holds_interpreter else "",
@@ -215,6 +217,14 @@ def _wait_text(reason: WaitReason) -> str:
 
 def _cpu(cause: Cause) -> list[str]:
     return [] if cause.cpu is None else [f"CPU {100 * cause.cpu:.0f} %"]
+
+
+def _region(region: RecomputedRegion | None) -> list[str]:
+    if region is None:
+        return []
+    line = f" of {Path(region.line).name}" if region.line else ""
+    function = f" ({region.frame.qualified_name})" if region.frame is not None else ""
+    return [f"it is in the recomputation of the checkpointed region{line}{function}"]
 
 
 def _reached(cause: Cause) -> list[str]:

@@ -11,11 +11,22 @@ import threading
 import time
 import traceback
 import types
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
+import backlight
 from backlight.monitors.stalls.instrument.stack_sampler import probe_bytecode, take_sample
-from backlight.watchdog.stacks import StackSample, parse_samples, user_frame
+from backlight.watchdog.stacks import (
+    RecomputedRegion,
+    StackSample,
+    parse_samples,
+    recomputed_region,
+    user_frame,
+)
 
 
 def test_probe_distinguishes_python_from_native_code() -> None:
@@ -129,3 +140,31 @@ while sampler.is_alive():
 def test_frames_that_end_during_a_collection_are_not_read() -> None:
     done = subprocess.run([sys.executable, "-c", COLLECTING], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "sampled\n"), done.stderr
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_sample_of_a_recomputation_has_the_line_that_checkpoints_it(
+    use_reentrant: bool, tmp_path: Path
+) -> None:
+    regions: list[RecomputedRegion | None] = []
+
+    class Block(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with ThreadPoolExecutor(1) as pool:
+                sample = pool.submit(take_sample, 0).result()
+            stack = sample.thread(threading.get_ident())
+            assert stack is not None
+            regions.append(recomputed_region(stack))
+            return super().forward(x)
+
+    model = Block(4, 4)
+    with backlight.watch(model, run=tmp_path / "run", monitors=("correctness",)):
+        x = torch.randn(2, 4, requires_grad=True)
+        line = sys._getframe().f_lineno + 1
+        checkpoint(model, x, use_reentrant=use_reentrant).sum().backward()
+    forward, again = regions
+    assert forward is None
+    assert again is not None
+    assert again.frame is not None
+    assert again.frame.function.endswith("Block.forward")
+    assert again.line.endswith(f"{Path(__file__).name}:{line}")

@@ -57,11 +57,10 @@ class _Run:
 
 @dataclass(eq=False)
 class _Record:
-    """A region that is followed: its number in the forward, its line, and its runs."""
+    """A region that is followed: its number in the forward, and its runs."""
 
     step: int
     number: int
-    line: str
     forward: _Run
     again: _Run | None = None
 
@@ -110,7 +109,8 @@ class Recomputation(Check):
         if len(self._running) == 1:
             self._number += 1
             state = self._state_of(region.function)
-            region.record = _Record(self.step, self._number, str(user_line() or ""), _Run(state))
+            region.line = str(user_line() or "")
+            region.record = _Record(self.step, self._number, _Run(state))
 
     def region_end(self, region: CheckpointedRegion) -> None:
         """Compare the random state."""
@@ -156,11 +156,11 @@ class Recomputation(Check):
         for place, name in forward.parameters.items():
             if name and (other := again.parameters.get(place, name)) and other != name:
                 text = other_modules(record.number, name, other)
-                self._other.setdefault(record.line, []).append((record.number, text))
+                self._other.setdefault(region.line, []).append((record.number, text))
                 return
         renamed = other_variable(before, again.state)
         text = other_modules(record.number, *renamed) if renamed is not None else ""
-        compare = partial(self._compare, record.step, record.number, record.line, text, tuple(causes[:2]))
+        compare = partial(self._compare, record.step, record.number, region.line, text, tuple(causes[:2]))
         both = [place for place in forward.samples if place in again.samples]
         pairs = [(forward.samples[place], again.samples[place]) for place in both]
         pairs = [(first, second) for first, second in pairs if first.shape == second.shape]

@@ -30,7 +30,14 @@ from backlight.threads import BackgroundThread, own_threads
 from backlight.user_code import is_launcher, is_user_code
 from backlight.watchdog.runtime_dir import write_document
 from backlight.watchdog.shared_state import PHASES, Slot, StateSnapshot, read_state
-from backlight.watchdog.stacks import Frame, StackSample, ThreadStack, is_backlight
+from backlight.watchdog.stacks import (
+    REGION_LINE,
+    Frame,
+    StackSample,
+    ThreadStack,
+    is_backlight,
+    recomputed_region,
+)
 from backlight.watchdog.timeouts import StallLimits, is_suspicious
 from backlight.watchdog.waits import DEPTH, variables_of
 
@@ -243,7 +250,10 @@ def take_sample(now: int, probed: int = 0) -> StackSample:
             frames = tuple(map(_frame, islice(_outwards(frame), MAX_FRAMES)))
             called = called_name(frame) if ident == probed and not runs_bytecode else ""
             stack = ThreadStack(ident, frames, name, tid, runs_bytecode, called=called)
-            threads.append(replace(stack, variables=_texts(frame, variables_of(stack))))
+            variables = _texts(frame, variables_of(stack))
+            if recomputed_region(stack) is not None:
+                variables += _region_line(frame)
+            threads.append(replace(stack, variables=variables))
     for index, thread in enumerate(threads):
         if thread.ident == probed and not thread.runs_bytecode:
             threads[index] = replace(thread, runs_bytecode=probe_bytecode(thread.tid))
@@ -256,6 +266,16 @@ def _texts(frame: FrameType, names: tuple[str, ...]) -> tuple[tuple[str, str], .
         return ()
     texts = ((name, f.f_locals.get(name)) for f in islice(_outwards(frame), DEPTH) for name in names)
     return tuple((name, text) for name, text in texts if type(text) is str)
+
+
+def _region_line(frame: FrameType) -> tuple[tuple[str, str], ...]:
+    """Return the line of the innermost checkpointed region that is followed and runs again."""
+    for outer in islice(_outwards(frame), MAX_FRAMES):
+        if is_backlight(outer.f_code.co_filename):
+            line = getattr(outer.f_locals.get("region"), "line", "")
+            if type(line) is str and line:
+                return ((REGION_LINE, line),)
+    return ()
 
 
 def called_name(frame: FrameType) -> str:
