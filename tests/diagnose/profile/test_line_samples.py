@@ -24,6 +24,7 @@ from backlight.diagnose.profile.line_samples import (
 )
 from backlight.diagnose.profile.result import ProfileResult
 from backlight.diagnose.profile.step_summary import StepTime, summarize_steps
+from backlight.text import duration, number
 from backlight.watchdog.stacks import Frame
 
 # Each slow line is alone in its phase, or shares it with `other_loop`; the script times both by itself.
@@ -271,6 +272,9 @@ def test_verdict_names_phase_and_line_and_at_most_ten_facts_follow(
     assert phase.share > 0
     assert reply.facts
     assert not any(top.line in line for line in reply.facts)
+    assert any(f"the first took {duration(result.first_ms / 1e3)}" in line for line in reply.facts)
+    assert result.step is not None
+    assert f"throughput: {number(1e3 / result.step.median_ms)} steps/s" in reply.facts
     Page().answer(reply)
     short = capsys.readouterr().out.splitlines()
     Page().answer(reply, full=True)

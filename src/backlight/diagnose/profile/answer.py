@@ -12,7 +12,7 @@ from backlight import codec
 from backlight.answer import Answer, ended
 from backlight.monitors.steptime.model.step_tables import profile_tables
 from backlight.records import Phase
-from backlight.text import count, duration, listed, percent
+from backlight.text import count, duration, listed, number, percent
 from backlight.trace.step_limits import LIMITS, Limit, limit_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _facts(result: ProfileResult) -> list[str]:
     step = result.step.median_ms if result.step is not None else 0.0
     # Shares of the median step add up to it; medians of the phases do not.
     phases = ", ".join(f"{name.replace('_', ' ')} {p.share * step:.1f}" for name, p in result.phases.items())
-    above = _verdict(result)
+    above, dropped = _verdict(result), f"{count(result.warmup_dropped, 'warm-up step')} dropped"
     lines = [row for row in result.lines or () if row.line and row.ms >= LINE_SHARE * step]
     lines = [row for row in lines if line_text(row) not in above]
     copies = [row for row in result.copies or () if row.share >= LIMITS.copy][:1]
@@ -85,7 +85,9 @@ def _facts(result: ProfileResult) -> list[str]:
     named = {
         **{f"cause {number}": cause_line(cause) for number, cause in enumerate(find_causes(result)[1:], 2)},
         "single values": read_line(result),
-        "phases, ms": f"{phases} ({count(result.warmup_dropped, 'warm-up step')} dropped)" if phases else "",
+        "phases, ms": f"{phases} ({dropped}; the first took {duration(result.first_ms / 1e3)})"
+        if phases
+        else "",
         **{f"line {number}": line_text(row) for number, row in enumerate(lines[:LINES], 1)},
         "optimizers, ms": ", ".join(
             f"{optimizer.type} {optimizer.median_ms:.2f}" for optimizer in result.optimizers
@@ -123,10 +125,13 @@ def _modules(result: ProfileResult) -> str:
 
 
 def _throughput(result: ProfileResult) -> str:
-    if result.tokens_per_second is None:
+    if result.step is None:
         return ""
+    rate = f"{number(1e3 / result.step.median_ms)} steps/s"
+    if result.tokens_per_second is None:
+        return rate
     reached = f", MFU {percent(result.mfu)}" if result.mfu is not None else ""
-    return f"{result.tokens_per_second:,.0f} tokens/s{reached}"
+    return f"{rate}, {result.tokens_per_second:,.0f} tokens/s{reached}"
 
 
 def _shares(rows: list[tuple[str, float]]) -> str:

@@ -133,9 +133,9 @@ def _traced(content: Content) -> dict[str, Table]:
                 word("copy", _types), word("layout", lambda row: LAYOUTS[row["contiguous"]]),
                 called, Column("elements", "elements", lambda value: f"{value:,.0f}"), spent,
                 Column("of step", "share", share, adds=True),
-                word("line", lambda row: row["line"] or "not recorded", "name"),
+                word("line", lambda row: (row["line"] or "not recorded").replace(" (<module>)", "")),
             ),
-            rows("copies"), brief=8, title="Copies (aten::copy_)",
+            rows("copies"), brief=20, title="Copies (aten::copy_)",
         ),
         "optimizations": Table(
             (word("optimisation", "name"), word("state", "state"), word("observed", "detail", "text")),
