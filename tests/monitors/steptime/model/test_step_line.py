@@ -38,6 +38,13 @@ def test_the_line_names_where_a_step_waits(tmp_path: Path) -> None:
     )
 
 
+def test_a_forward_that_is_not_separated_is_not_called_computing(tmp_path: Path) -> None:
+    times = {"backward": 0.03, "between": 0.07}
+    assert text_of(build_steptime_run(tmp_path / "run", times)) == (
+        "step 100 ms: 70 % forward and everything else, 30 % backward and optimizer"
+    )
+
+
 def test_pauses_have_their_share_of_the_run(tmp_path: Path) -> None:
     lines = [
         ["data", "train.py:10", "f", 60], ["checkpoint", "train.py:44", "<module>", 30],

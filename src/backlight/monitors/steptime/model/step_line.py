@@ -24,9 +24,13 @@ from backlight.text import duration, listed
 REMAINDER = "between"
 """Phase of the time between the others, where forward and loss are not separated from it."""
 
+COMPUTE = "compute"
+WITHOUT_FORWARD = "backward and optimizer"
+"""What is computing where the forward is in the remainder."""
+
 ACTIVITIES: dict[str, frozenset[str]] = {
     "waiting for data": frozenset({Phase.DATA}),
-    "compute": frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER}),
+    COMPUTE: frozenset({Phase.FORWARD, Phase.LOSS, Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER}),
     "copies to the device": frozenset({Phase.HOST_TO_DEVICE}),
     "everything else": frozenset({Phase.OTHER, Phase.EVALUATION, Phase.CHECKPOINT}),
     "forward and everything else": frozenset({REMAINDER}),
@@ -108,7 +112,8 @@ def step_line(run: Run) -> StepLine | None:
     for words, share in sorted(shares.items(), key=lambda item: -item[1]):
         if share >= LEAST_SHARE:
             at = main_line(lines, ACTIVITIES[words]) if share >= NAMED_SHARE else None
-            parts.append(f"{percent(share)} {words}" + ("" if at is None else f" at {at.short}"))
+            shown = WITHOUT_FORWARD if words == COMPUTE and REMAINDER in table.names else words
+            parts.append(f"{percent(share)} {shown}" + ("" if at is None else f" at {at.short}"))
     text = f"step {duration(float(np.median(table.total)))}: {', '.join(parts)}"
     if pauses := _pauses(lines):
         text = f"{text}; of the run {listed(pauses)}"
@@ -116,7 +121,7 @@ def step_line(run: Run) -> StepLine | None:
     if info is not None and is_busy(run, limits):
         waited = percent(float(info.payload["core_wait"]))
         text = f"{text}; the thread that trains waited for a core {waited} of the time"
-    return StepLine(text, shares["compute"] + shares["forward and everything else"])
+    return StepLine(text, shares[COMPUTE] + shares["forward and everything else"])
 
 
 def _pauses(lines: Sequence[SampledLine]) -> list[str]:
