@@ -15,6 +15,7 @@ from backlight.monitors.health.model.score import health_series
 from backlight.monitors.steptime.model.evidence import StoredProfile, peak_memory, read_profile
 from backlight.report.overlay import median_updates
 from backlight.report.source import rate_labels
+from backlight.store.format.names import storable
 from backlight.store.read.run import Run
 from backlight.text import number, percent, size
 
@@ -161,7 +162,9 @@ def losses_by_label(runs: Sequence[Run]) -> dict[str, list[Series]]:
 
 
 def read_scalar(run: Run, name: str, source: str = "backlight") -> Series:
-    """Return steps and values of a scalar."""
+    """Return steps and values of a scalar; none of one that the run does not have."""
+    if source == "user" and storable(name) not in run.scalar_names("user"):
+        return np.empty(0, np.int64), np.empty(0)
     scalar = run.scalar(name, source)
     return scalar.steps, scalar.values
 

@@ -36,7 +36,8 @@ class StepTracker(PhaseEvents):
     A subclass decides which steps are recorded, and overrides what is called in those; here that does
     nothing. ``scalars`` takes the scalars of every step. ``per_backward`` also reports the end of every
     single backward (accumulation). The script is ended by :class:`StopTraining` when a step after
-    ``max_steps`` begins. ``backwards`` counts backward passes, ``raised`` those that an exception ended.
+    ``max_steps`` begins. ``backwards`` counts backward passes, and ``failed_backwards`` those that an
+    exception ended.
     """
 
     every_step = False
@@ -71,7 +72,7 @@ class StepTracker(PhaseEvents):
         self._is_whole = self._was_whole = True
         self._counted: UnrecordedSteps | None = None
         self._models = FreedModels(scope)
-        self.backwards = self.raised = 0
+        self.backwards = self.failed_backwards = 0
 
     @property
     def reads_gradients(self) -> bool:
@@ -281,6 +282,9 @@ class StepTracker(PhaseEvents):
             self._is_by_hand = not self._scope.numbers and not self._scope.optimizers()
             if self._is_by_hand:
                 self._scope.train_by_hand(leaves_below(roots))
+            # Whose losses these are is asked below; parameters may still change until the pass is over.
+            self._refresh()
+            self._refreshed = False
         self._clock.enter(Phase.BACKWARD)
         scaled, self._unscaled_loss = self._unscaled_loss, None
         is_scaled = scaled is not None and len(roots) == 1 and scaled[0] == id(roots[0])
@@ -302,7 +306,7 @@ class StepTracker(PhaseEvents):
         """Forget the loss of a backward that failed."""
         if Phase.BACKWARD in self._clock.open:  # and not in a computation of gradients on its own
             self._scalars.drop_losses()
-            self.raised += 1
+            self.failed_backwards += 1
 
     def backward_end(self) -> None:
         """Count the backward; remember versions, by which a change by hand is detected later."""

@@ -178,7 +178,7 @@ def why_no_step(tracker: StepTracker, scope: Scope, ending: str) -> str:
         return f"{ending} {'in' if passes else 'before'} its first backward pass{why}"
     if not passes:
         return "neither a backward pass nor an optimizer step was seen"
-    if tracker.raised >= passes and not ending:  # as by sys.exit() in a handler of a signal
+    if tracker.failed_backwards >= passes and not ending:  # as by sys.exit() in a handler of a signal
         which = "the only backward pass" if passes == 1 else f"all {passes} backward passes"
         return f"an exception ended {which}, and no optimizer step was seen"
     seen = "1 backward pass was seen" if passes == 1 else f"{passes} backward passes were seen"

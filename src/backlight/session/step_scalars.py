@@ -213,7 +213,15 @@ class StepScalars(ScalarSink):
             self._shares = None
         self._earlier = len(self._losses)
         for root in roots:
-            if root.numel() == 1:  # else it is a part of a model, such as a stage of a pipeline
+            # The common case is here: each further call would cost as much as reading the number.
+            if type(root) is torch.Tensor and root.is_cpu and root.numel() == 1 and not count_modes():
+                try:
+                    self._losses.append(root.item())
+                except Exception as error:
+                    if is_interrupt(error):
+                        raise
+                    self._losses.append(None)
+            elif root.numel() == 1:  # else it is a part of a model, such as a stage of a pipeline
                 self._losses.append(self._value(root))
 
     def after_backward(self, parameters: Sequence[torch.Tensor] = ()) -> None:
@@ -331,9 +339,6 @@ class StepScalars(ScalarSink):
     def _value(self, tensor: torch.Tensor) -> Value:
         """Return a number on the host, or where it will arrive; None where it cannot be read."""
         try:
-            # The common case is here: each further call would cost as much as reading the number.
-            if type(tensor) is torch.Tensor and tensor.is_cpu and not count_modes():
-                return tensor.item()
             if type(tensor) not in PLAIN:
                 part = settled(tensor)
                 if part is None or type(part) not in PLAIN:
