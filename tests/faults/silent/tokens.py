@@ -118,7 +118,7 @@ def generate(
     train(forward, optimizer, parts=(model,), loss_of=loss_of, data=ended(padding, is_ended))
 
 
-@fault(rule="loss_input", kind="end_ignored", severity="warning", step=0, names="Token 0")
+@fault(rule="loss_input", kind="end_ignored", severity="warning", step=1, names="Token 0")
 def end_ignored_as_padding(injected: bool) -> None:
     padding = END if injected else 1
     generate(padding, lambda tokens, _: tokens.masked_fill(tokens == padding, -100))

@@ -108,8 +108,8 @@ def assert_equal_runs(a: Run, b: Run) -> None:
                 assert same(x.measured, y.measured)
                 assert same(x.incomplete(), y.incomplete())
                 assert np.array_equal(x.values, y.values, equal_nan=True), (name, column.name, where)
-    for name in a.scalar_names():
-        for source in ("backlight", "user"):
+    for source in ("backlight", "user"):
+        for name in a.scalar_names(source):
             x, y = a.scalar(name, source), b.scalar(name, source)
             assert same(x.steps, y.steps)
             assert same(x.values, y.values)
