@@ -47,7 +47,7 @@ def ahead(shift: int) -> Callable[[Tensor, Tensor], Tensor]:
     return loss_of
 
 
-@fault(rule="loss_input", kind="shifted", severity="error", step=1, names="2 places")
+@fault(rule="loss_input", kind="shifted", severity="error", step=2, names="2 places")
 def labels_shifted_twice(injected: bool) -> None:
     learn(ahead(2 if injected else 1))
 
@@ -118,7 +118,7 @@ def generate(
     train(forward, optimizer, parts=(model,), loss_of=loss_of, data=ended(padding, is_ended))
 
 
-@fault(rule="loss_input", kind="end_ignored", severity="warning", step=1, names="Token 0")
+@fault(rule="loss_input", kind="end_ignored", severity="warning", step=2, names="Token 0")
 def end_ignored_as_padding(injected: bool) -> None:
     padding = END if injected else 1
     generate(padding, lambda tokens, _: tokens.masked_fill(tokens == padding, -100))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,17 +55,18 @@ class TokenTargets(Check):
         self._has_end = False  # some end of a sequence counts
 
     def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Copy the first tokens of a forward, and the mask that belongs to them."""
+        """Keep the first tokens of a forward, and the mask that belongs to them; not of the busiest step."""
         if self.step >= FIRST_STEPS:
             HUB.remove(self)
-        elif torch.is_grad_enabled() and not HUB.backward_depth and not is_transforming():
+        elif self.step and torch.is_grad_enabled() and not HUB.backward_depth and not is_transforming():
             arguments = plain_tensors(kwargs.get("input_ids", args))
             tokens = next((x for x in arguments if x.ndim == 2 and _is_index(x)), None)
             mask = next(iter(plain_tensors(kwargs.get("attention_mask"))), None)
             self._tokens = None
             if tokens is not None and min(tokens.shape[1], tokens.numel() // 2) > MAX_SHIFT:
-                is_alike = mask is not None and mask.shape == tokens.shape
-                self._tokens = tokens, (mask if is_alike else None)
+                is_alike = mask is not None and (mask.shape, mask.device) == (tokens.shape, tokens.device)
+                is_used = is_alike and mask is not None and not mask.is_floating_point()
+                self._tokens = tokens, (mask if is_used else None)
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Compare the targets of the losses below with the tokens."""
@@ -79,12 +81,13 @@ class TokenTargets(Check):
                 targets = _in_rows(node._saved_target, *tokens.shape)
                 if targets is None or targets.device != tokens.device:
                     continue
-                then = functools.partial(self._compare, self.step, node._saved_ignore_index)
                 parts = [x[:ROWS, :COLUMNS] for x in (tokens, targets, mask) if x is not None]
-                self.when_known(then, *[part.long().clone() for part in parts])
+                ends = list(itertools.accumulate(part.shape[1] for part in parts))[:-1]
+                then = functools.partial(self._compare, self.step, node._saved_ignore_index, ends)
+                self.when_known(then, torch.cat(parts, dim=1))  # one launch, one transfer
 
-    def _compare(self, step: int, ignored: int, *arrays: NDArray[np.generic]) -> None:
-        tokens, targets, *mask = (array.astype(np.int64) for array in arrays)
+    def _compare(self, step: int, ignored: int, ends: list[int], columns: NDArray[np.generic]) -> None:
+        tokens, targets, *mask = np.split(columns.astype(np.int64), ends, axis=1)
         # torch hands out the index without its sign.
         is_ignored = targets == (ignored - 2**64 if ignored >= 2**63 else ignored)
         if mask:
