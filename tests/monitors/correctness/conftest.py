@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from torch._dynamo.utils import counters
 
@@ -11,6 +13,12 @@ from backlight.capture.loss_graph import SHOWS_HOOKS
 @pytest.fixture(autouse=True)
 def nothing_is_compiled() -> None:
     counters.clear()
+
+
+@pytest.fixture(autouse=True)
+def no_distributed_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the module where another test has imported it: it loads into a module's own tensors."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.checkpoint", raising=False)
 
 
 @pytest.fixture
