@@ -194,6 +194,7 @@ class StepRecorder(StepTracker):
         self._reported_by_hand = False
         self._reported_missing: set[str] = set()
         self._trainable: dict[str, bool] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._reported_flags: set[tuple[str, bool]] = set()
         self.logged: deque[tuple[int, dict[str, Any]]] = deque()
         self.dropped_records = self.stored = 0
@@ -280,7 +281,9 @@ class StepRecorder(StepTracker):
         small = min(MAX_QUEUED_SMALL_RECORDS, MAX_QUEUED_ROWS // max(1, len(records)))
         self._room = max(MAX_QUEUED_RECORDS, small)
         before, self._trainable = self._trainable, {record.name: record.requires_grad for record in records}
-        if before.keys() != self._trainable.keys() and (self._step or self._record is not None):
+        shapes = {record.name: record.shape for record in records}
+        is_other, self._shapes = shapes != self._shapes, shapes
+        if is_other and (self._step or self._record is not None):
             self._notifier.event("parameters_changed", {"parameters": len(records)}, self._step)
         for value in (True, False):
             names = [n for n, flag in self._trainable.items() if flag is value and before.get(n) is not value]

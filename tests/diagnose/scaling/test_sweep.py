@@ -74,6 +74,7 @@ def manual_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(time, "sleep", sleep)
     monkeypatch.setattr(clock, "perf_counter", lambda: next(now) * 1e-5 + slept)
+    monkeypatch.setattr(clock, "monotonic_ns", lambda: next(now) * 10_000 + round(slept * 1e9))
 
 
 @pytest.mark.usefixtures("manual_clock")
