@@ -11,6 +11,7 @@ import torch
 import backlight
 
 
+@pytest.mark.slow  # it starts the watchdog process
 @pytest.mark.parametrize("fails", [True, False])
 def test_marking_steps_is_no_advice_where_backward_never_ended(
     fails: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -27,6 +27,7 @@ class Net(nn.Module):
         return x
 
 
+@pytest.mark.slow  # it starts the watchdog process
 @pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("unused", [0, 4])
 def test_parameters_without_a_gradient_are_a_finding_of_a_short_run(
