@@ -351,10 +351,14 @@ def open_file(pid: int, number: int) -> str:
         return ""
 
 
-def transfers(pid: int, tid: int) -> str:
-    """Return the kernel's counters of what a thread has read and written so far; empty if not known."""
+def transfers(pid: int, tid: int = 0) -> str:
+    """Return the kernel's counters of what a thread, or all of a process, has read and written so far.
+
+    Empty if not known.
+    """
+    path = f"/proc/{pid}/task/{tid}/io" if tid else f"/proc/{pid}/io"
     with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/task/{tid}/io").read_text(encoding="ascii")
+        return Path(path).read_text(encoding="ascii")
     return ""
 
 

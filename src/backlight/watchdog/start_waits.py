@@ -61,7 +61,7 @@ class StartWait:
             return
         table = processes.read_process_table()
         family = descendants(state.pid, table)
-        moved = _moved_by_script(state.pid) + sum(_moved(f"{pid}") for pid in family - {state.pid})
+        moved = _moved_by_script(state.pid) + sum(map(_moved, family - {state.pid}))
         work = now, cpu_s(family, table), moved
         before, self._before = self._before, work
         if before is not None:
@@ -100,7 +100,7 @@ def _moved_by_script(pid: int) -> int:
         threads = [path for path in Path(f"/proc/{pid}/task").iterdir() if not _is_own(path)]
     except OSError:
         return 0
-    return sum(_moved(f"{pid}/task/{path.name}") for path in threads)
+    return sum(_moved(pid, int(path.name)) for path in threads)
 
 
 def _is_own(task: Path) -> bool:
@@ -110,10 +110,6 @@ def _is_own(task: Path) -> bool:
         return True
 
 
-def _moved(process: str) -> int:
-    """Return the bytes that a process, or ``PID/task/TID``, has read and written; 0 where not known."""
-    try:
-        read, written = Path(f"/proc/{process}/io").read_text(encoding="ascii").splitlines()[:2]
-        return int(read.split()[1]) + int(written.split()[1])
-    except (OSError, ValueError, IndexError):
-        return 0
+def _moved(pid: int, tid: int = 0) -> int:
+    """Return the bytes that a process, or one thread of it, has read and written; 0 where not known."""
+    return sum(int(line.split()[1]) for line in processes.transfers(pid, tid).splitlines()[:2])
