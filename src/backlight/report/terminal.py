@@ -57,11 +57,12 @@ _TONES = {"error": "red", "warning": "yellow", "info": "cyan", "clear": "green",
 
 def print_findings(
     run: Run, findings: Sequence[Finding], console: Console, *, full: bool = False, hints: bool = False
-) -> None:
+) -> RunOutcome:
     """Print the verdict over ``run``, then its findings, worst first, then what was not measured.
 
     With ``full`` every finding is printed, and the cost of watching; else only some of a rule, and the others
-    are counted. With ``hints``, the hints take the place of the findings; else they are counted.
+    are counted. With ``hints``, the hints take the place of the findings; else they are counted. Returns the
+    verdict.
     """
     source = Source(run, tuple(findings))
     view = outcome(source)
@@ -98,6 +99,7 @@ def print_findings(
         console.print(Text("Time in backlight", "bold"))
         _print_row("", Text(cost), console)
         console.print()
+    return view
 
 
 def summary_text(path: Path, fresh: Sequence[Finding] | None = None, progress: Progress | None = None) -> str:
@@ -110,9 +112,8 @@ def summary_text(path: Path, fresh: Sequence[Finding] | None = None, progress: P
     with console.capture() as captured:
         try:
             run = open_run(path, progress)
-            findings = findings_of(run, fresh=fresh)
-            print_findings(run, findings, console)
-            if probe := probing_command(run, outcome(Source(run, tuple(findings)))):
+            view = print_findings(run, findings_of(run, fresh=fresh), console)
+            if probe := probing_command(run, view):
                 console.print(f"to look further: {probe}", soft_wrap=True, markup=False)
             next_command = explaining_command(run) or f"backlight report {as_typed(path)}"
             console.print(f"next: {next_command}", soft_wrap=True, markup=False)
