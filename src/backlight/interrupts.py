@@ -21,6 +21,9 @@ from backlight.threads import BackgroundThread
 POLL_S = 0.001
 """Seconds between two looks at whether a callback has returned."""
 
+_LOOKS_AT_REST = 20
+"""Looks in a row that see no callback, after which an instruction that goes on is a call of compiled code."""
+
 
 def is_interrupt(error: BaseException) -> bool:
     """Return whether a signal handler raised ``error``; for the ``except`` that has caught it.
@@ -57,24 +60,36 @@ class suppressed:  # noqa: N801 - used as contextlib.suppress is
 def call_from_callback(function: Callable[[], object]) -> None:
     """Call ``function`` in a callback of which Python drops every exception: those of a signal handler.
 
-    Such an exception is raised again in this thread, by another one, once the callback has returned.
+    Such an exception is raised again in this thread, by another one, once the instruction that has called
+    the callback is over: until then Python may call further callbacks, and would drop it in one of them.
     """
     try:
         function()
     except BaseException as error:
         if isinstance(error, Exception) and not is_interrupt(error):
             raise
-        arguments = error, threading.get_ident(), sys._getframe()
+        callback = sys._getframe(1)
+        arguments = error, threading.get_ident(), callback, callback.f_back and callback.f_back.f_lasti
         BackgroundThread(target=_raise_outside, name="backlight-interrupt", args=arguments).start()
 
 
-def _raise_outside(error: BaseException, ident: int, callback: FrameType) -> None:
+def _raise_outside(error: BaseException, ident: int, callback: FrameType, instruction: int | None) -> None:
     def carried(_: type[BaseException]) -> BaseException:
         return error
 
     # Python takes a class, and raises what a call of it returns.
     carrier = type("Carrier", (BaseException,), {"__new__": carried})
-    while any(frame is callback for frame in _stack(sys._current_frames().get(ident))):
+    script = callback.f_back
+    looks_at_rest = 0
+    while True:
+        stack = list(_stack(sys._current_frames().get(ident)))
+        if callback not in stack:
+            if script is None or script not in stack or script.f_lasti != instruction:
+                break
+            # A long call of compiled code: no callback runs.
+            looks_at_rest = looks_at_rest + 1 if stack[0] is script else 0
+            if looks_at_rest == _LOOKS_AT_REST:
+                break
         clock.sleep(POLL_S)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(carrier))
 

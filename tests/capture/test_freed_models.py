@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -98,6 +99,28 @@ def test_exception_of_a_signal_handler_meanwhile_reaches_the_script(
     finally:
         signal.signal(signal.SIGALRM, before)
     assert HUB.listeners == (freed,)
+
+
+def test_interrupt_is_not_lost_in_a_callback_of_another_library(freed: Freed) -> None:
+    def slow(_: object) -> None:
+        deadline = time.monotonic() + 0.05
+        while time.monotonic() < deadline:
+            pass
+
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    # Python calls the callbacks of an object with the latest one first.
+    other = weakref.ref(model, slow)
+    freed.scope.refresh()
+    holder, freed.error = [model], KeyboardInterrupt()
+    del model
+    with pytest.raises(KeyboardInterrupt) as caught:
+        holder.clear()
+        wait_for_interrupt()
+    assert caught.value is freed.error
+    assert other() is None
 
 
 def test_one_model_in_so_many_steps() -> None:
