@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR, SequentialLR
+from torch.optim.swa_utils import AveragedModel
 
 from backlight.capture.hub import HUB, Listener
 
 EVENTS = (
-    "loaded", "state_loaded", "optimizer_loaded", "emptied", "schedule_end", "autocast_begin", "autocast_end"
+    "loaded", "state_loaded", "optimizer_loaded", "emptied", "averaged", "schedule_end", "autocast_begin",
+    "autocast_end",
 )  # fmt: skip
 
 
@@ -64,6 +66,15 @@ def test_what_is_allocated_without_values(seen: list[tuple[str, tuple[Any, ...]]
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     assert model.to_empty(device="cpu") is model
     assert seen == [("emptied", (model,))]
+
+
+def test_updates_of_an_average_are_counted(seen: list[tuple[str, tuple[Any, ...]]]) -> None:
+    model = nn.Linear(2, 2)
+    first, second = AveragedModel(model), AveragedModel(model)
+    for average in (first, second, first):
+        average.update_parameters(model)
+    assert seen == [("averaged", (first, 0)), ("averaged", (second, 0)), ("averaged", (first, 1))]
+    assert int(first.n_averaged) == 2
 
 
 def test_a_load_that_raises_is_not_reported(seen: list[tuple[str, tuple[Any, ...]]]) -> None:

@@ -153,6 +153,9 @@ class Listener:
     def state_loaded(self, module: torch.nn.Module, state: Mapping[str, Any], result: Any) -> None:
         """``module.load_state_dict(state)`` has returned ``result``."""
 
+    def averaged(self, average: torch.nn.Module, count: int) -> None:
+        """``update_parameters`` of an AveragedModel is about to run, ``count`` times after the first."""
+
     def emptied(self, module: torch.nn.Module) -> None:
         """``module.to_empty()`` has returned."""
 
@@ -455,6 +458,7 @@ class Hub:
             hooks.install_dataloader,
             batches.install_sample_indices,
             state_hooks.install_loading,
+            state_hooks.install_averages,
             state_hooks.install_modes,
             state_hooks.install_schedules,
             state_hooks.install_random,

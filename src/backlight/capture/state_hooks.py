@@ -1,4 +1,4 @@
-"""Hooks on torch that report to the hub: loaded state, modes, schedules, seeds, autocast.
+"""Hooks on torch that report to the hub: loaded state, averages, modes, schedules, seeds, autocast.
 
 Not captured: a script that imported ``load`` by name before watching began, and formats of other libraries.
 """
@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 if TYPE_CHECKING:
     from backlight.capture.hooks import Patches
@@ -84,6 +86,24 @@ def _is_same(value: Any, parameter: nn.Parameter) -> bool:
     is_plain = type(value) in {torch.Tensor, nn.Parameter} and not parameter.is_meta
     is_whole = is_plain and value.numel() == parameter.numel() > 0
     return is_whole and value.data_ptr() == parameter.data_ptr()
+
+
+def install_averages(hub: Hub, patches: Patches) -> None:
+    """Report the updates of averages of weights, and count them without reading a device."""
+    counts: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+    def wrap(original: Any) -> Any:
+        @functools.wraps(original)
+        def update_parameters(self: Any, model: Any) -> None:
+            if not torch.compiler.is_compiling():
+                if hub.active:
+                    hub.emit("averaged", self, counts.get(self, 0))
+                counts[self] = counts.get(self, 0) + 1
+            original(self, model)
+
+        return update_parameters
+
+    patches.replace(AveragedModel, "update_parameters", wrap)
 
 
 def install_modes(hub: Hub, patches: Patches) -> None:

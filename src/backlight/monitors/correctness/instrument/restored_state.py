@@ -272,10 +272,12 @@ class RestoredState(Check):
             )
 
     def _report_refused(self, trained: set[int]) -> None:
+        roots = self.run.scope.roots(trained) if self._refused else []
         for reference, fact in self._refused:
             module = reference()
             weights = [] if module is None else list(module.parameters())
-            if weights and trained <= set(map(id, weights)) and not any(p in self._loaded for p in weights):
+            is_part = any(module is part for root in roots for part in root.modules())
+            if weights and is_part and not any(p in self._loaded for p in weights):
                 self.report(replace(fact, step=self.step))
         self._refused = []
 

@@ -57,6 +57,97 @@ class NothingLoaded(Fact, rule="not_restored", kind="nothing_loaded"):
         )
 
 
+class Renamed(Fact, rule="not_restored", kind="renamed"):
+    """A state has ``count`` of the ``total`` tensors of a module under other names: they are not loaded."""
+
+    model: str
+    count: int
+    total: int
+    given: str
+    expected: str
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.model}.load_state_dict leaves out {count(self.count, 'tensor')} that the state has",
+            f"The state{at_line(self.line)} has {self.count} of the {self.total} tensors of {self.model} "
+            f"under other names: `{self.given}`, where the model has `{self.expected}`. With `strict=False` "
+            "this raises no error. At the first step these weights are not those of the state.",
+            module=self.model,
+            line=self.line,
+            severity=Severity.ERROR,
+            evidence=(self.given, "unexpected key"),
+            fix=(
+                f"Rename the keys, `{self.given}` to `{self.expected}` and so on (wrappers insert `module.` "
+                "and `_orig_mod.`), and drop `strict=False`."
+            ),
+            refuted_if="these weights are meant to begin as they were initialised.",
+        )
+
+
+class WeightsNotRestored(Fact, rule="not_restored", kind="weights"):
+    """An optimizer goes on from a state, and its weights are unrelated to those of the checkpoint."""
+
+    optimizer: str
+    count: int
+    names: Names
+    cosine: float
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"The state of {self.optimizer} is restored, and its weights are not",
+            f"{self.optimizer} begins at step {self.step} with the moments of a saved run. The checkpoint"
+            f"{at_line(self.line)} holds all {self.count} tensors that it trains, and {self.names}, every "
+            f"matrix that is compared, are unrelated to those (largest cosine "
+            f"{phrases.number(self.cosine)}).",
+            parameter=self.names.first[0],
+            line=self.line,
+            severity=Severity.ERROR,
+            evidence=(self.cosine, "cosine"),
+            fix=(
+                "Load the weights into the model that the optimizer holds, with `model.load_state_dict`, and "
+                "build no other model after that."
+            ),
+            refuted_if="new weights are to be trained with the moments of others.",
+        )
+
+
+class StatisticsNotRestored(Fact, rule="not_restored", kind="statistics"):
+    """Batch norms have the weights of a checkpoint, and not its statistics: those of ``present`` batches.
+
+    ``is_off`` is whether they are in evaluation mode, in which they never get any.
+    """
+
+    model: str
+    names: Names
+    saved: int
+    present: int
+    is_off: bool
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"The batch norm statistics of the checkpoint are not restored in {self.model}",
+            f"The weights are those of the checkpoint{at_line(self.line)}, whose statistics are of "
+            f"{self.saved:,} batches. At step {self.step} those of {self.names} are of {self.present}. "
+            + (
+                "In evaluation mode they normalise with the values that they were built with."
+                if self.is_off
+                else "They are estimated anew; an evaluation before that is not one of the model."
+            ),
+            module=self.names.first[0],
+            line=self.line,
+            severity=Severity.WARNING if self.is_off else Severity.INFO,
+            evidence=(self.saved, "batches"),
+            fix=(
+                "Load the whole state with `model.load_state_dict(state)`: `named_parameters()` does not "
+                "have `running_mean`, `running_var` and `num_batches_tracked`."
+            ),
+            refuted_if="the statistics are to be estimated on the new data.",
+        )
+
+
 class Overwritten(Fact, rule="not_restored", kind="overwritten"):
     """Weights at the first step are unrelated to those that were loaded: their largest ``cosine``."""
 
@@ -139,14 +230,16 @@ class PartNotRestored(Fact, rule="not_restored", kind="part"):
 
     def _finding(self, facts: Sequence[Self]) -> Finding:
         saved, present = phrases.number(self.saved), phrases.number(self.present)
-        is_scaler = self.part == "GradScaler"
+        is_scaler, is_average = self.part == "GradScaler", self.name == "n_averaged"
         return self.finding(
             f"The state of {self.part} in the checkpoint is not restored",
-            f"The checkpoint{at_line(self.line)} holds a {self.part} with `{self.name}` {saved}, and its "
-            "optimizer has been loaded. "
+            f"The checkpoint{at_line(self.line)} holds the state of {self.part} with `{self.name}` {saved}, "
+            "and its optimizer has been loaded. "
             + (
                 f"The scaler begins at {present} again: it skips steps until it has found its scale."
                 if is_scaler
+                else "The average begins anew, with the weights of the model at its first update."
+                if is_average
                 else f"The schedule begins at {present} again, and so does the learning rate."
             ),
             line=self.line,
@@ -155,9 +248,14 @@ class PartNotRestored(Fact, rule="not_restored", kind="part"):
             fix=(
                 'Call `scaler.load_state_dict(checkpoint["scaler"])` before the first step.'
                 if is_scaler
+                else 'Call `average.load_state_dict(checkpoint["average"])` before the first step.'
+                if is_average
                 else 'Call `scheduler.load_state_dict(checkpoint["scheduler"])` before the first step.'
             ),
-            refuted_if="the training run is to begin a new schedule with the moments of the last one.",
+            refuted_if=(
+                f"the training run is to begin a new {'average' if is_average else 'schedule'} with the "
+                "moments of the last one."
+            ),
         )
 
 
