@@ -24,7 +24,7 @@ from backlight.findings.evaluate import (
 from backlight.findings.limits import ThresholdError
 from backlight.records import Finding, FindingKind, Made, ParameterRecord, Severity, Subject
 from backlight.registry import RULES, Rule
-from backlight.store.format.schema import REPORTED
+from backlight.store.format.schema import REPORTED, STATIC_READING
 from backlight.store.read.run import Run
 from run_builder import build_health_run, build_run
 
@@ -254,3 +254,25 @@ def test_fail_on_matches_severities_and_rules(text: str, matches: list[Finding])
 def test_fail_on_rejects_unknown_names(text: str, message: str) -> None:
     with pytest.raises(FindingNameError, match=message):
         parse_fail_on(text)
+
+
+def read_lines(path: Path, *places: str) -> list[Finding]:
+    """Return the finding on a dead parameter of a run whose script was read."""
+    payloads = [{"rules": ["no_gradient"], "place": place, "title": ""} for place in places]
+    run = write(path, events=[(None, STATIC_READING, payload) for payload in payloads])
+    return [each for each in evaluate_rules(run) if each.rule == "no_gradient"]
+
+
+def test_finding_has_the_line_of_the_static_reading(tmp_path: Path) -> None:
+    (dead,) = read_lines(tmp_path / "one", "train.py:7")
+    assert dead.subject.line == "train.py:7"
+    assert dead.evidence[-1].path == "events/static_reading"
+    assert dead.evidence[-1].value == "train.py:7"
+    (plain,) = read_lines(tmp_path / "none")
+    assert (plain.subject.line, len(plain.evidence)) == (None, len(dead.evidence) - 1)
+
+
+def test_two_lines_of_the_static_reading_are_evidence_alone(tmp_path: Path) -> None:
+    (dead,) = read_lines(tmp_path / "two", "train.py:7", "train.py:9", "train.py:7")
+    assert dead.subject.line is None
+    assert [each.value for each in dead.evidence[-2:]] == ["train.py:7", "train.py:9"]

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from backlight.launch.script import run_as_main
+
 Console = Callable[..., subprocess.CompletedProcess[str]]
 
 PROBE = """
@@ -130,3 +132,20 @@ def test_traceback_is_that_of_python(
     watched = console_script(folder, "run", "--out", str(tmp_path / "run"), *way)
     assert (watched.returncode, watched.stdout) == (plain.returncode, plain.stdout)
     assert watched.stderr.startswith(plain.stderr)
+
+
+def test_tracer_of_the_process_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring the depth reaches the recursion limit, at which a tracer raises and is lost."""
+    (tmp_path / "traced.py").write_text("import sys\ntracer = sys.gettrace()\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+    def tracer(*_: object) -> None:
+        """Trace nothing."""
+
+    sys.settrace(tracer)
+    try:
+        run_as_main(str(tmp_path / "traced.py"), module=False)
+    finally:
+        sys.settrace(None)
+    assert vars(sys.modules["__main__"])["tracer"] is tracer

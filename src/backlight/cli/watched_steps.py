@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from backlight.cli.options import parse_fail_on
 from backlight.findings.evaluate import FindingNameError, findings_of, named_findings
@@ -35,10 +35,11 @@ class WatchedSteps:
         script: str,
         arguments: Sequence[str],
         out: Path | None,
+        reading: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._observer, self._script, self._arguments = observer, script, tuple(arguments)
         self._temporary = ExitStack()
-        self._out = out
+        self._out, self._reading = out, reading
         self._entered = ExitStack()
         self._watch: Watch | None = None
 
@@ -53,6 +54,7 @@ class WatchedSteps:
             out = Path(self._temporary.enter_context(folder)) / Path(self._script).stem
         settings = Settings.of({"every": 1, "quiet": True})
         self._watch = Watch((), (), settings, out, script=self._script, arguments=self._arguments)
+        self._watch.reading = self._reading
         self._entered.enter_context(self._watch)
         self._entered.enter_context(self._observer)
         return self

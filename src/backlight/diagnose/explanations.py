@@ -13,6 +13,7 @@ from backlight.diagnose.checkpointing.regions import Region
 from backlight.diagnose.missing_gradients.flow import OverwrittenTensor
 from backlight.diagnose.missing_gradients.reasons import MissingCause, MissingGradients, ParameterState
 from backlight.diagnose.nan.tracer import NanOrigin, NanTracer
+from backlight.diagnose.probes.hints import HintOutcome, HintResult, hint_lines
 from backlight.diagnose.probes.observer import ProbeObserver
 from backlight.diagnose.probes.result import ProbeOutcome, ProbeResult
 from backlight.records import Finding
@@ -43,11 +44,12 @@ class Regions(ObservedScript):
 
 @dataclass(frozen=True, kw_only=True)
 class Probes(ObservedScript):
-    """Probes of the first step; ``line`` is that of its backward."""
+    """Probes of the first step; ``line`` is that of its backward. ``hints`` were read in the files before."""
 
     line: SourceLine | None
     loss: float | None
     probes: Sequence[ProbeResult]
+    hints: Sequence[HintResult]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,20 +148,32 @@ def regions_answer(observer: CheckpointObserver, script: str, code: int) -> Answ
 
 
 def probes_answer(
-    observer: ProbeObserver, script: str, code: int, findings: Sequence[Finding] | None
+    observer: ProbeObserver,
+    script: str,
+    code: int,
+    findings: Sequence[Finding] | None,
+    hints: Sequence[HintResult] = (),
 ) -> Answer:
-    """Return the outcome of each probe; ``findings`` are those of watched steps, printed by their own."""
+    """Return the outcome of each probe; ``findings`` are those of watched steps, printed by their own.
+
+    ``hints`` are those of the static reading with the answer of the run: what it withdraws is in no answer.
+    """
     record = Probes(
         script=script, exit_code=code, notes=observer.notes, line=observer.line, loss=observer.loss,
-        probes=observer.results,
+        probes=observer.results, hints=[each for each in hints if each.is_shown],
     )  # fmt: skip
     loss = "" if record.loss is None else f", loss {record.loss:.4g}"
     outcomes = Counter(result.outcome.value for result in record.probes)
     failed = [result.probe.value for result in record.probes if result.outcome is ProbeOutcome.FAILED]
     verdict = f"{count(len(record.probes), 'probe')}: " + ", ".join(f"{n} {o}" for o, n in outcomes.items())
     facts = [f"{result.probe.value:<14} {result.outcome.value:<12} {result.text}" for result in record.probes]
+    verdict = f"{verdict} ({', '.join(failed)} failed)" if failed else verdict
+    if record.hints:
+        confirmed = sum(each.outcome is HintOutcome.CONFIRMED for each in record.hints)
+        verdict += f"; {count(len(record.hints), 'hint')}, {confirmed} confirmed"
+    facts += hint_lines(record.hints)
     return Answer(
-        f"{verdict} ({', '.join(failed)} failed)" if failed else verdict,
+        verdict,
         record,
         (_at(f"first step{loss}", record.line), *facts),
         notes=(*record.notes, *ended(code)),

@@ -13,11 +13,11 @@ from backlight.findings.limits import Limits, merge_overrides, with_overrides
 from backlight.findings.phrases import shorten
 from backlight.generators import kept_random
 from backlight.interrupts import is_interrupt
-from backlight.records import Finding, FindingKind, Made, Severity
+from backlight.records import Evidence, Finding, FindingKind, Made, Severity
 from backlight.registry import DISPLAYS, RULES, warn
 from backlight.settings import SettingError
 from backlight.store.errors import RunFormatError
-from backlight.store.format.schema import REPORTED
+from backlight.store.format.schema import REPORTED, STATIC_READING
 from backlight.store.read.run import Run
 from backlight.text import count, did_you_mean, visible
 
@@ -231,7 +231,28 @@ def evaluate_rules(
                 f"{type(error).__name__}: {error}",
                 RuleFailedWarning,
             )
-    return Findings(merge_causes(findings), run)
+    return Findings(merge_causes(_with_read_lines(findings, run)), run)
+
+
+def _with_read_lines(findings: Sequence[Finding], run: Run) -> list[Finding]:
+    """Give each finding the line of its script that looked like it before the run, where there is one.
+
+    A finding that names a line keeps it.
+    """
+    last = run.attempts[-1].index if run.attempts else 0
+    places: dict[str, list[str]] = {}
+    for event in run.events(STATIC_READING):
+        if event.attempt == last:
+            for rule in event.payload["rules"]:
+                places.setdefault(rule, []).append(str(event.payload["place"]))
+    lined = []
+    for finding in findings:
+        of_rule = list(dict.fromkeys(places.get(finding.rule, ())))
+        evidence = tuple(Evidence(f"events/{STATIC_READING}", value=place) for place in of_rule)
+        line = of_rule[0] if len(of_rule) == 1 and not finding.is_hint else None
+        subject = dataclasses.replace(finding.subject, line=finding.subject.line or line)
+        lined.append(dataclasses.replace(finding, subject=subject, evidence=finding.evidence + evidence))
+    return lined if places else list(findings)
 
 
 def findings_of(

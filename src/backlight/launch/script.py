@@ -55,17 +55,33 @@ def run_as_main(target: str, *, module: bool) -> None:
     is_container = not module and target != STANDARD_INPUT and pkgutil.get_importer(target) is not None
     leave_own_path(target, module=module, is_container=is_container)
     if (module or is_container) and RUN_MODULE is not None:
+        with _untraced():
+            depth = _depth()
         # And this frame, where the interpreter calls runpy itself.
-        with _raised_limit(PLAIN_DEPTH - _depth() + 1):
+        with _raised_limit(PLAIN_DEPTH - depth + 1):
             RUN_MODULE(target if module else "__main__", module)
     elif module or is_container:
         name = target if module else "__main__"
         runpy.run_module(name, {"__builtins__": builtins}, "__main__", alter_sys=True)
     else:
         code, measured = _code(target, main), {"depth": _depth}
-        exec("found = depth()", measured)
+        with _untraced():
+            exec("found = depth()", measured)
         with _raised_limit(PLAIN_DEPTH - cast("int", measured["found"])):
             exec(code, main.__dict__)
+
+
+@contextlib.contextmanager
+def _untraced() -> Iterator[None]:
+    """Take away what traces the process, as coverage: at the recursion limit it would raise, and be lost."""
+    tracer = sys.gettrace()
+    if tracer is not None:
+        sys.settrace(None)
+    try:
+        yield
+    finally:
+        if tracer is not None:
+            sys.settrace(tracer)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ import importlib.util
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from backlight import clock
 from backlight.interrupts import is_interrupt
@@ -33,12 +33,18 @@ class ScriptWatch:
     """
 
     def __init__(
-        self, settings: Settings, run: Path | None, *, script: str, arguments: tuple[str, ...]
+        self,
+        settings: Settings,
+        run: Path | None,
+        *,
+        script: str,
+        arguments: tuple[str, ...],
+        reading: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self._pid = os.getpid()
         self.watch: Watch | None = None
         self._settings, self._run = settings, run
-        self._script, self._arguments = script, arguments
+        self._script, self._arguments, self._reading = script, arguments, reading
         self._folder = Path.cwd()
         self._is_open = False
         self._hook = ImportHook("torch", self._attach)
@@ -109,6 +115,7 @@ class ScriptWatch:
                 (), (), self._settings, run, script=self._script, arguments=self._arguments,
                 spent_s=self._before_s + clock.perf_counter() - began,
             )  # fmt: skip
+            watch.reading = self._reading
             watch.__enter__()
         except Exception as error:
             if is_interrupt(error):

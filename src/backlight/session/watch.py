@@ -38,6 +38,7 @@ from backlight.session.settings import (
 )
 from backlight.settings import MonitorSettings
 from backlight.store.errors import RunPathError, RunWriteError, StoreError
+from backlight.store.format.schema import STATIC_READING
 from backlight.store.read.run import open_run
 from backlight.text import count
 from backlight.user_code import process_script
@@ -64,6 +65,8 @@ class Watch:
     ----------
     path:
         The run directory, once entered.
+    reading:
+        What the static reading of the script remarks on its lines; stored as events.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class Watch:
         self._arguments = arguments
         self._scope, self._depth = Scope(models, optimizers), 0
         self._started = self._abandoned = False
+        self.reading: Sequence[Mapping[str, Any]] = ()
         self._notifier = Notifier(self.path)
         self._failure = self._refusal = ""
         self._attached: AttachedRun | None = None
@@ -186,6 +190,8 @@ class Watch:
                 is_script=self._is_script,
             )  # fmt: skip
             self._attached.attach(self._samples, self._arguments)
+            for payload in self.reading:
+                self._notifier.event(STATIC_READING, payload)
             self._attached.record_cost("start", self._start_s + clock.perf_counter() - began)
         except Exception as error:
             if is_interrupt(error):

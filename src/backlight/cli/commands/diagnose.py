@@ -99,24 +99,29 @@ def check_script(
     as_json: bool,
     fail_on: str | None,
 ) -> int:
-    """Probe whether the model of a script can learn, at its first step.
+    """Read a script for mistakes, and probe whether its model can learn.
 
-    Replays the step in a forked process before its backward, so that the script keeps its state. Runs every
-    probe except --causal (does an output depend on later inputs?), or the probes that are named. With
-    --steps N, the script then trains N steps, and the findings are printed as well. --recompute alone lets
-    the script train two steps and prints for each checkpointed region its mode and line, in-place operations,
-    state that differs between forward and recomputation, attention inputs that are not contiguous, and
-    parameters that its boundary cuts.
+    Reads the script and its local modules first, without importing them: what looks wrong is a hint, and 10
+    steps are watched then, whose findings confirm or withdraw it. Replays the first step in a forked process
+    before its backward, so that the script keeps its state. Runs every probe except --causal (does an output
+    depend on later inputs?), or the probes that are named. With --steps N, the script then trains N steps,
+    and the findings are printed as well. --recompute alone lets the script train two steps and prints for
+    each checkpointed region its mode and line, in-place operations, state that differs between forward and
+    recomputation, attention inputs that are not contiguous, and parameters that its boundary cuts.
     """
     from backlight.cli.watched_steps import WatchedSteps, split_fail_on
     from backlight.diagnose.explanations import probes_answer
+    from backlight.diagnose.probes.hints import STEPS, ReachedLines, settle
     from backlight.diagnose.probes.observer import ProbeObserver
     from backlight.diagnose.probes.result import Probe, ProbeOutcome
     from backlight.launch.observe import end_script
+    from backlight.launch.reading.script_files import read_script
 
     if recompute and steps is None and out is None and not (causal or through_time or one_batch):
         return _regions(context, script, fail_on, module=module, as_json=as_json)
     failing, finding_fails = split_fail_on(fail_on, list(Probe), watches=steps is not None)
+    hints = read_script(script, module=module)
+    is_asked = steps is not None
     if steps is None and out is not None:
         raise click.BadParameter("--out stores the steps that --steps asks for: add --steps")
     chosen = {
@@ -126,16 +131,26 @@ def check_script(
     probes = {probe for probe, is_chosen in chosen.items() if is_chosen}
     if not probes:
         probes = set(Probe) - {Probe.FUTURE, Probe.TARGETS}
+    if hints and steps is None:
+        steps = STEPS
     observer = ProbeObserver(frozenset(probes), steps, end_script)
-    watched = None if steps is None else WatchedSteps(observer, script, context.args, out)
+    watched = (
+        None
+        if steps is None
+        else WatchedSteps(observer, script, context.args, out, [hint.as_event() for hint in hints])
+    )
     with contextlib.closing(watched) if watched is not None else nullcontext():
-        code = _explain(watched or observer, script, context, module=module, quiet=as_json)
+        reached = ReachedLines(hints)
+        with reached:
+            code = _explain(watched or observer, script, context, module=module, quiet=as_json)
         if not observer.backwards:
             raise _without_backward(script, code)
         recorded = None if watched is None else watched.result()
-        listed = recorded[1] if as_json and recorded is not None else None
-        print_answer(probes_answer(observer, script, code, listed), as_json=as_json, full=True)
-        if recorded is not None and not as_json:
+        listed = None if recorded is None else recorded[1]
+        settled = settle(hints, listed, reached, observer.steps)
+        answer = probes_answer(observer, script, code, listed if as_json else None, settled)
+        print_answer(answer, as_json=as_json, full=True)
+        if recorded is not None and not as_json and (is_asked or listed):
             from backlight.report.terminal import print_findings
 
             print_findings(*recorded, make_console())
@@ -143,7 +158,7 @@ def check_script(
         return 1
     if finding_fails is not None and (recorded is None or any(map(finding_fails, recorded[1]))):
         return 1  # not measured is not healthy
-    return code if watched is not None else 0
+    return code if is_asked else 0
 
 
 def _regions(context: click.Context, script: str, fail_on: str | None, *, module: bool, as_json: bool) -> int:

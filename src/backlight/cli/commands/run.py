@@ -82,7 +82,10 @@ def run(
             return _write_job(context, script, arguments, folder, slurm, slurm_script)
         from backlight.session.script_watch import ScriptWatch
 
-        watched = ScriptWatch(settings, folder, script=script, arguments=tuple(arguments))
+        watched = ScriptWatch(
+            settings, folder, script=script, arguments=tuple(arguments),
+            reading=_reading(script, module=module),
+        )  # fmt: skip
         told = functools.partial(_print_end, watched, script, quiet=settings.quiet)
         after = functools.partial(watched.when_closed, told)
         code = launch(watched, script, arguments, module=module, after=after)
@@ -92,6 +95,16 @@ def run(
 
         return exit_code(world().rank)
     return code
+
+
+def _reading(script: str, *, module: bool) -> list[dict[str, Any]]:
+    """Return what the lines of a script look like, for the findings of the run; nothing of it is printed."""
+    from backlight.distributed import world
+    from backlight.launch.reading.script_files import read_script
+
+    with contextlib.suppress(Exception):  # the run does without
+        return [hint.as_event() for hint in read_script(script, module=module)] if world().rank == 0 else []
+    return []
 
 
 def _print_end(watched: ScriptWatch, script: str, *, quiet: bool) -> None:

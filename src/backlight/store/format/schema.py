@@ -255,6 +255,9 @@ DROPPED = "dropped"
 NOT_STORED = "not_stored"
 """Event of rows that were not stored, by table, and why."""
 
+STATIC_READING = "static_reading"
+"""What a line of the script looked like before it ran: ``rules`` that report it, ``place``, ``title``."""
+
 SAMPLED_LINES = "sampled_lines"
 """Event with the lines of the user's code that the training thread was seen at, by phase; the last counts."""
 
