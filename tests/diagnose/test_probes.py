@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from answer_schemas import schema_of
 from jsonschema import validate
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from backlight.diagnose.probes import observer as probe_observer
 from backlight.diagnose.probes.observer import ProbeObserver
@@ -115,6 +116,123 @@ def test_output_per_sample_has_no_positions() -> None:
     model = Last(bidirectional=False)
     found = probed(lambda _: model(torch.randn(8, 12, 3)).square().mean().backward(), Probe.THROUGH_TIME)
     assert found["through-time"].text == "no output has one row for each of 8x12 positions"
+
+
+class Compared(nn.Module):
+    """Similarities of samples to another view of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        views = [F.normalize(self.inside(x + shift), dim=-1) for shift in (0.0, 0.1)]
+        return views[0] @ views[1].T / 0.1
+
+
+class Routed(nn.Module):
+    """Each sample goes through one of two experts, all at once for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(16, 2), nn.Linear(16, 4)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, choice = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            out[choice == number] = expert(x[choice == number]) * weight[choice == number, None]
+        return self.head(out)
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.LSTM(4, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        lengths = [4] * 16 + [3] * 16
+        packed = nn.utils.rnn.pack_padded_sequence(x.unflatten(1, (4, 4)), lengths, batch_first=True)
+        return self.head(nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0][:, 0])
+
+
+class Standardised(nn.Module):
+    """Batch norm that is written out, in front of a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head((x - x.mean(0)) / x.std(0))
+
+
+class Neighbours(nn.Module):
+    """Adds up the features of neighbours in a graph of 32 nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 4)
+        self.edges = torch.arange(64).reshape(2, 32) % 31
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.zeros(32, 4).index_add(0, self.edges[0], self.head(x)[self.edges[1]])
+
+
+@pytest.mark.parametrize(
+    ("model", "outcome", "text"),
+    [
+        (nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(), nn.Linear(16, 4)), "passed", "batch norm"),
+        (Compared(), "passed", "compares two of 32 samples"),
+        (Routed(), "passed", "no output depends on another of 32 samples"),
+        (Packed(), "passed", "no output depends on another of 32 samples"),
+        (Standardised(), "undecided", "mixed by `mean` in `Standardised`"),
+        (Neighbours(), "undecided", "right if the model is to relate samples"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)  # fmt: skip
+def test_samples_that_a_model_couples_on_purpose(model: nn.Module, outcome: str, text: str) -> None:
+    result = probed(lambda _: fit(model, images), Probe.SAMPLES)["samples"]
+    assert result.outcome == outcome
+    assert text in result.text
+
+
+@pytest.mark.parametrize(("length", "outcome"), [(12, "undecided"), (8, "undecided")])
+def test_axis_of_the_samples_is_not_guessed(length: int, outcome: str) -> None:
+    """Outputs at each position of a layer that takes time first: axis 0 may be either."""
+
+    def train(_: bool) -> None:
+        layer = nn.GRU(3, 4)
+        scores = layer(torch.randn(length, 8, 3))[0].flatten(0, 1)
+        F.cross_entropy(scores, torch.randint(0, 4, (length * 8,))).backward()
+
+    result = probed(train, Probe.SAMPLES)["samples"]
+    assert result.outcome == outcome
+    assert "right if axis 0 is the time" in result.text
+
+
+def test_batch_that_a_loader_has_stacked_has_its_samples_first() -> None:
+    def train(injected: bool) -> None:
+        layer = nn.GRU(3, 4, batch_first=not injected)
+        for x, y in DataLoader(TensorDataset(torch.randn(16, 12, 3), torch.randint(0, 4, (16, 12))), 8):
+            F.cross_entropy(layer(x)[0].flatten(0, 1), y.flatten()).backward()
+
+    assert probed(train, Probe.SAMPLES, injected=True)["samples"].outcome == "failed"
+    assert probed(train, Probe.SAMPLES)["samples"].outcome == "passed"
+
+
+@pytest.mark.parametrize(
+    ("batch", "reason"),
+    [
+        (torch.ones(1, 16), "no batch of two samples or more"),
+        (torch.ones(8, 16), "all samples of the batch are equal"),
+    ],
+)
+def test_samples_that_cannot_be_told_apart(batch: Tensor, reason: str) -> None:
+    result = probed(lambda _: nn.Linear(16, 4)(batch).square().mean().backward(), Probe.SAMPLES)["samples"]
+    assert result.outcome == "not probed"
+    assert reason in result.text
 
 
 def test_probes_change_nothing_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:

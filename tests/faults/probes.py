@@ -170,3 +170,66 @@ class Checkpointed(nn.Module):
 @fault(probe="recomputation", text=r"the recomputation draws different ones")
 def recomputed_with_another_dropout(injected: bool) -> None:
     fit(Checkpointed(preserves=not injected), images)
+
+
+class LastState(nn.Module):
+    """Classifies series ``[B, T, 3]`` by the last output of a recurrent layer, or of attention."""
+
+    def __init__(self, *, batch_first: bool, attends: bool = False) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, batch_first=batch_first)
+        recurrent = nn.GRU(WIDTH, WIDTH, batch_first=batch_first)
+        self.embed, self.head = nn.Linear(3, WIDTH), nn.Linear(WIDTH, 4)
+        self.layer: nn.Module = layer if attends else recurrent
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(self.embed(x))
+        return self.head((out[0] if isinstance(out, tuple) else out)[:, -1])
+
+
+def series() -> tuple[Tensor, Tensor]:
+    return torch.randn(BATCH, LENGTH, 3), torch.randint(0, 4, (BATCH,))
+
+
+@fault(probe="samples", text=r"of 8 samples \(axis 0 .*mixed by `gru` in `layer` \(GRU\), .*probes\.py:\d+")
+def recurrent_layer_takes_time_first(injected: bool) -> None:
+    fit(LastState(batch_first=not injected), series)
+
+
+@fault(probe="samples", text=r"mixed by `multi_head_attention_forward` in `layer.self_attn`")
+def attention_takes_time_first(injected: bool) -> None:
+    fit(LastState(batch_first=not injected, attends=True), series)
+
+
+class Viewed(nn.Module):
+    """Takes a convolution's ``[B, C, T]`` to a recurrent layer that takes time first."""
+
+    def __init__(self, *, by_view: bool) -> None:
+        super().__init__()
+        self.by_view = by_view
+        self.embed, self.layer = nn.Conv1d(3, WIDTH, 3, padding=1), nn.GRU(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.embed(x.movedim(1, 2))
+        out = out.view(LENGTH, BATCH, WIDTH) if self.by_view else out.permute(2, 0, 1)
+        return self.head(self.layer(out)[0][-1])
+
+
+@fault(probe="samples", text=r"mixed by `view` in `Viewed` \(Viewed\), .*probes\.py:\d+")
+def batch_is_viewed_as_time(injected: bool) -> None:
+    fit(Viewed(by_view=injected), series)
+
+
+class Gated(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gate, self.head, self.dim = nn.Linear(16, 16), nn.Linear(16, 4), dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.gate(x).softmax(self.dim) * x)
+
+
+@fault(probe="samples", text=r"of 32 samples .*mixed by `softmax` in `Gated`")
+def softmax_over_the_batch(injected: bool) -> None:
+    fit(Gated(0 if injected else 1), images)

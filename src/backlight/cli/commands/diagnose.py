@@ -72,6 +72,9 @@ def _without_backward(script: str, code: int) -> Exception:
 )
 @click.option("--through-time", is_flag=True, help="Probe the gradient from the last position to the first.")
 @click.option(
+    "samples", "--mixed-samples", is_flag=True, help="Probe whether an output depends on another sample."
+)
+@click.option(
     "one_batch", "--overfit-one-batch", is_flag=True, help="Train on one batch, also with shuffled labels."
 )
 @click.option("--recompute", is_flag=True, help="Compare checkpointed regions with their recomputation.")
@@ -92,6 +95,7 @@ def check_script(
     module: bool,
     causal: bool,
     through_time: bool,
+    samples: bool,
     one_batch: bool,
     recompute: bool,
     steps: int | None,
@@ -117,7 +121,7 @@ def check_script(
     from backlight.launch.observe import end_script
     from backlight.launch.reading.script_files import read_script
 
-    if recompute and steps is None and out is None and not (causal or through_time or one_batch):
+    if recompute and steps is None and out is None and not (causal or through_time or samples or one_batch):
         return _regions(context, script, fail_on, module=module, as_json=as_json)
     failing, finding_fails = split_fail_on(fail_on, list(Probe), watches=steps is not None)
     hints = read_script(script, module=module)
@@ -126,6 +130,7 @@ def check_script(
         raise click.BadParameter("--out stores the steps that --steps asks for: add --steps")
     chosen = {
         Probe.FUTURE: causal, Probe.TARGETS: causal, Probe.THROUGH_TIME: through_time,
+        Probe.SAMPLES: samples,
         Probe.OVERFIT: one_batch, Probe.LABELS: one_batch, Probe.RECOMPUTATION: recompute,
     }  # fmt: skip
     probes = {probe for probe, is_chosen in chosen.items() if is_chosen}

@@ -11,19 +11,22 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.data import default_collate
 
 from backlight import devices
+from backlight.capture.batches import tensors_in
 from backlight.capture.forked_child import ChildError, in_child, silence
 from backlight.capture.hub import HUB
 from backlight.diagnose.checkpointing.observer import CheckpointObserver
 from backlight.diagnose.probes.result import Probe, ProbeOutcome, ProbeResult
+from backlight.diagnose.probes.samples import LOSSES, SampleProbeError, probe_samples
 from backlight.diagnose.probes.sequence import (
     SequenceProbeError,
     Sequences,
@@ -50,12 +53,6 @@ MIN_ROWS = 16
 
 TIMEOUT_S = 60.0
 """Time after which a probe ends with what it has."""
-
-LOSSES = (
-    functional.cross_entropy, functional.nll_loss, functional.mse_loss, functional.l1_loss,
-    functional.smooth_l1_loss, functional.huber_loss, functional.binary_cross_entropy,
-    functional.binary_cross_entropy_with_logits,
-)  # fmt: skip
 
 
 class _Targets(TorchFunctionMode):
@@ -191,6 +188,7 @@ class ProbeObserver(ScriptObserver):
         self.results: list[ProbeResult] = []
         self.line: SourceLine | None = None
         self.loss: float | None = None
+        self._stacked: set[int] = set()  # numbers of samples that a loader stacks along the first axis
 
     def _record(self) -> Iterator[Any]:
         self._patches.replace(torch.utils.checkpoint, "checkpoint", self._wrap_checkpoint)
@@ -205,6 +203,11 @@ class ProbeObserver(ScriptObserver):
             return (original if current is checkpoint else current)(*args, **kwargs)
 
         return checkpoint
+
+    def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
+        """Note how many samples a loader has stacked."""
+        if getattr(iterator, "_collate_fn", None) is default_collate:
+            self._stacked = {len(x) for x in tensors_in(batch) if x.ndim}
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Probe the step whose forward is complete."""
@@ -236,9 +239,9 @@ class ProbeObserver(ScriptObserver):
         try:
             if devices.is_in_use():
                 with HUB.aside():
-                    answers = _answers(step, self._probes)
+                    answers = _answers(step, self._probes, self._stacked)
             else:
-                answers = in_child(lambda: _in_child(step, self._probes), TIMEOUT_S)
+                answers = in_child(lambda: _in_child(step, self._probes, self._stacked), TIMEOUT_S)
         except (ChildError, TapeError, RuntimeError) as error:
             self._fail(f"the replay {error}" if isinstance(error, ChildError) else str(error))
             return
@@ -248,18 +251,24 @@ class ProbeObserver(ScriptObserver):
         self.results = [ProbeResult(p, ProbeOutcome.NOT_PROBED, why) for p in Probe if p in self._probes]
 
 
-def _in_child(step: TapedStep, probes: frozenset[Probe]) -> list[tuple[str, str, str]]:
+def _in_child(
+    step: TapedStep, probes: frozenset[Probe], stacked: AbstractSet[int]
+) -> list[tuple[str, str, str]]:
     """Answer quietly and on one thread: those of the parent's pool are not in the child."""
     silence()
     torch.set_num_threads(1)
-    return _answers(step, probes)
+    return _answers(step, probes, stacked)
 
 
-def _answers(step: TapedStep, probes: frozenset[Probe]) -> list[tuple[str, str, str]]:
+def _answers(
+    step: TapedStep, probes: frozenset[Probe], stacked: AbstractSet[int]
+) -> list[tuple[str, str, str]]:
     results: list[ProbeResult] = []
     with torch.enable_grad():
         if probes & {Probe.FUTURE, Probe.TARGETS, Probe.THROUGH_TIME}:
             results += _sequence(step, probes)
+        if Probe.SAMPLES in probes:
+            results += _attempt((Probe.SAMPLES,), lambda: [probe_samples(step, stacked)])
         if Probe.OVERFIT in probes:
             results += _attempt((Probe.OVERFIT, Probe.LABELS), lambda: probe_one_batch(step))
         if Probe.RECOMPUTATION in probes:
@@ -284,7 +293,7 @@ def _sequence(step: TapedStep, probes: frozenset[Probe]) -> list[ProbeResult]:
 def _attempt(probes: Sequence[Probe], ask: Callable[[], list[ProbeResult]]) -> list[ProbeResult]:
     try:
         return ask()
-    except (SequenceProbeError, TapeError, RuntimeError) as error:
+    except (SequenceProbeError, SampleProbeError, TapeError, RuntimeError) as error:
         reason = str(error).partition("\n")[0]
         return [ProbeResult(probe, ProbeOutcome.NOT_PROBED, reason) for probe in probes]
 

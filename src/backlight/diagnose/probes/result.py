@@ -12,6 +12,7 @@ class Probe(StrEnum):
     FUTURE = "future"
     TARGETS = "targets"
     THROUGH_TIME = "through-time"
+    SAMPLES = "samples"
     OVERFIT = "overfit"
     LABELS = "labels"
     RECOMPUTATION = "recomputation"
