@@ -94,6 +94,19 @@ def user_line(frame: FrameType | None = None) -> SourceLine | None:
     return None if outermost is None else _line_of(outermost)
 
 
+def library_line(frame: FrameType | None = None) -> SourceLine | None:
+    """Return the innermost line of a third-party package outwards from ``frame``, the caller by default.
+
+    None where the user's own code is further in, or there is none.
+    """
+    frame = sys._getframe(1) if frame is None else frame
+    while frame is not None and not is_user_code(path := frame.f_code.co_filename):
+        if is_third_party(path):
+            return _line_of(frame)
+        frame = frame.f_back
+    return None
+
+
 # One object per line: a tape holds millions of them.
 _source_line = cache(SourceLine)
 

@@ -130,6 +130,52 @@ def origin_in_the_optimizer(injected: bool) -> None:
     train(model, Shrinking(model.parameters(), lr=0.1))
 
 
+@fault(step=2, phase="forward", value="NaN", operation="sqrt", symptom="gradients", replaced_by="where")
+def root_of_negative_values_in_a_branch(injected: bool) -> None:
+    class Signed(AtThirdCall):
+        def third(self, hidden: Tensor, now: bool) -> Tensor:
+            inner = hidden if now and injected else torch.where(hidden > 0, hidden, 1.0)
+            return torch.where(hidden > 0, torch.sqrt(inner), hidden)  # HERE
+
+    train(Signed())
+
+
+@fault(step=2, phase="backward", value="NaN", node="SqrtBackward0", symptom="gradients", replaced_by="where")
+def root_of_zero_in_a_branch(injected: bool) -> None:
+    class Masked(AtThirdCall):
+        def third(self, hidden: Tensor, now: bool) -> Tensor:
+            mask = hidden > 0
+            root = torch.sqrt(hidden * mask + (0.0 if now and injected else 1e-6))  # HERE
+            root = 3 * root + 1
+            return torch.where(mask, root, hidden)
+
+    train(Masked())
+
+
+@fault(
+    step=2, phase="forward", value="infinity", operation="log", symptom="gradients", replaced_by="masked_fill"
+)
+def logarithm_of_zero_that_is_filled(injected: bool) -> None:
+    class Entropy(AtThirdCall):
+        def third(self, hidden: Tensor, now: bool) -> Tensor:
+            part = hidden * (hidden > 0)
+            logarithm = torch.log(part + (0.0 if now and injected else 1e-6))  # HERE
+            return (part * logarithm.exp() * logarithm).masked_fill(part == 0, 0.0)
+
+    train(Entropy())
+
+
+@fault(step=2, phase="backward", value="infinity", node="PowBackward0", replaced_by="where")
+def power_of_zero_in_a_branch(injected: bool) -> None:
+    class Powered(AtThirdCall):
+        def third(self, hidden: Tensor, now: bool) -> Tensor:
+            part = hidden * (hidden > 0)
+            grown = (part + (0.0 if now and injected else 1e-6)) ** 0.5  # HERE
+            return torch.where(part > 0, grown, 0.0)
+
+    train(Powered())
+
+
 def scaler_searches() -> int:
     """A gradient scaler overflows while it searches its scale, which is no fault. Return how often."""
     model = nn.Linear(4, 1)

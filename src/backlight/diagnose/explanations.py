@@ -98,6 +98,10 @@ class OriginRecord:
     line: SourceLine | None
     own_line: SourceLine | None
     constant: SourceLine | None
+    library_line: SourceLine | None
+    is_zero_gradient: bool
+    replaced_by: str
+    replaced_at: SourceLine | None
 
     @classmethod
     def of(cls, origin: NanOrigin) -> OriginRecord:
@@ -210,11 +214,16 @@ def _spread(origin: OriginRecord) -> Iterable[str]:
     if origin.operation and origin.line is None:
         yield "line: not known (no frame of the script)"
     for label, line in (
-        ("line:", origin.line), ("in backward:", origin.own_line),
+        ("line:", origin.line), ("in the library:", origin.library_line), ("in backward:", origin.own_line),
         ("made of the infinity put in at:", origin.constant),
     ):  # fmt: skip
         if line is not None:
             yield _at(label, line)
+    if origin.is_zero_gradient:
+        by = f"`{origin.replaced_by}` leaves it out" if origin.replaced_by else "its gradient is 0"
+        text = f"the value has no part in the loss: {by}; backward computes 0 times infinity for it"
+        yield _at(text, None if origin.replaced_at == origin.line else origin.replaced_at)
+        yield "fix: replace the input instead, as in sqrt(where(mask, x, 1)), so that the branch is finite"
     for label, text in (
         ("noticed in", origin.symptom), ("then spread over", listed(origin.modules, SHOWN)),
         ("parameters, in this order", listed(origin.parameters, SHOWN)),

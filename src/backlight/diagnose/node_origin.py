@@ -22,11 +22,12 @@ next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Origin of a node: the operation, its line, and the running module."""
+    """Origin of a node: the operation, its line, the running module, and the line of a library inside."""
 
     operation: str
     line: SourceLine | None
     module: int = 0
+    library_line: SourceLine | None = None
 
 
 class Origins:

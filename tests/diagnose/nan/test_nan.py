@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from answers import Command
 from backlight.capture.hub import HUB
 from backlight.diagnose.nan.tracer import NanTracer
 from cases import CASE_NAMES, CASES, assert_equal
+from faults import missing_gradients
 from faults.injection import Fault, Train, end, run_under
+from faults.missing_gradients import Net, train
 from faults.non_finite import FAULTS, scaler_searches
 from ranks.launching import run_ranks
 
@@ -42,6 +46,29 @@ def test_origin(fault: Fault) -> None:
         assert record.line.number == fault.line
     if record.phase in {"forward", "backward"}:
         assert found.parameters
+
+
+@pytest.mark.parametrize("name", ["origin_in_backward_only", "origin_in_forward", "overflow_in_forward"])
+def test_value_that_has_a_part_in_the_loss_is_not_left_out(name: str) -> None:
+    assert not tracer(FAULTS[name].train, injected=True).origin.is_zero_gradient
+
+
+LIBRARY = """
+import torch
+
+def forward(hidden):
+    return torch.log(hidden - 2)
+"""
+
+
+def test_line_of_a_library_is_named_next_to_the_line_that_calls_it() -> None:
+    library: dict[str, Callable[[Tensor], Tensor]] = {}
+    exec(compile(LIBRARY, "/env/lib/python3/site-packages/layers/logs.py", "exec"), library)
+    record = tracer(lambda _: train(Net(library["forward"])), injected=True).origin.record
+    assert (record.library_line.path.rpartition("/")[2], record.library_line.number) == ("logs.py", 5)
+    assert record.line.path == missing_gradients.__file__
+    own = tracer(FAULTS["origin_in_forward"].train, injected=True).origin.record
+    assert own.library_line is None
 
 
 @EACH

@@ -40,6 +40,7 @@ class NanOrigin:
     parameter: str  # where the value was one before
     constant: SourceLine | None  # line of a deliberate infinity from which the value was computed
     modules: list[str]  # through which it then passed, in order
+    left_out: NonFiniteRecord | None = None  # of it and what it led to: what has no part in the loss
     parameters: list[str] = field(default_factory=list)  # with non-finite gradients or values, in order
     notes: list[str] = field(default_factory=list)
 
@@ -47,6 +48,21 @@ class NanOrigin:
     def value(self) -> str:
         """``NaN`` or ``infinity``."""
         return "NaN" if self.record.nan else "infinity"
+
+    @property
+    def replaced_by(self) -> str:
+        """Operation that leaves the value out of the forward; empty where none is known."""
+        return "" if self.left_out is None else self.left_out.replaced_by
+
+    @property
+    def replaced_at(self) -> SourceLine | None:
+        """Line of :attr:`replaced_by`."""
+        return None if self.left_out is None else self.left_out.replaced_at
+
+    @property
+    def is_zero_gradient(self) -> bool:
+        """Whether it has no part in the loss, so that its gradient is 0, times an infinite derivative."""
+        return self.left_out is not None
 
     @property
     def is_input(self) -> bool:
@@ -83,17 +99,25 @@ def describe_origin(
 ) -> NanOrigin:
     """Return a record as an answer; ``modules`` holds names by ``id``, ``parameters`` by storage."""
     passed: list[str] = []
+    left_out = origin if _is_left_out(origin) else None
     descendants = {id(origin)}
     module = modules.get(origin.module, "")
     for record in records:
         if any(id(parent) in descendants for parent in record.parents):
             descendants.add(id(record))
+            left_out = left_out or (record if _is_left_out(record) else None)
             name = modules.get(record.module, "")
             if record.phase == origin.phase and name and name != module and name not in passed:
                 passed.append(name)
     constants = [r for r in find_ancestors([origin]) if r.kind == "constant" and r is not origin]
     constant = constants[0].line if constants else None
-    return NanOrigin(origin, step, symptom, module, parameters.get(origin.storage, ""), constant, passed)
+    parameter = parameters.get(origin.storage, "")
+    left_out = left_out if symptom == "gradients" else None
+    return NanOrigin(origin, step, symptom, module, parameter, constant, passed, left_out)
+
+
+def _is_left_out(record: NonFiniteRecord) -> bool:
+    return record.is_zero_gradient or bool(record.replaced_by)
 
 
 class NanTracer(ScriptObserver):

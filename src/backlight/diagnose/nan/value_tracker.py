@@ -19,13 +19,16 @@ from backlight.capture.batches import tensors_in
 from backlight.diagnose.node_origin import Origin, next_number
 from backlight.diagnose.script_observer import OperationRecorder
 from backlight.interrupts import is_interrupt
-from backlight.user_code import SourceLine, user_line
+from backlight.user_code import SourceLine, library_line, user_line
 
 if TYPE_CHECKING:
     from backlight.capture.calls import ModuleCalls
 
 _UNFILLED = ("empty", "new_empty", "resize", "set_", "_to_copy.out")
 """Operations whose result may hold anything until it is filled."""
+
+_SELECTS = ("where", "masked_fill", "masked_scatter", "nan_to_num", "clamp")
+"""Operations that replace values, so that a branch has no part in the result."""
 
 MAX_ORIGINS = 200_000
 """Operations of which lines are kept: a graph may be older than the step."""
@@ -54,6 +57,10 @@ class NonFiniteRecord:
     own_line: SourceLine | None = None  # in the backward of a custom function
     parents: list[NonFiniteRecord] = field(default_factory=list)
     storage: int = 0  # address of an input
+    library_line: SourceLine | None = None  # inside of ``line``, where that only calls a library
+    replaced_by: str = ""  # operation that leaves the value out of the result of the forward
+    replaced_at: SourceLine | None = None
+    is_zero_gradient: bool = False  # NaN only where a gradient of 0 met an infinite derivative
 
 
 class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's is untyped
@@ -64,6 +71,7 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
         self._last = next_number()
         self._bad: dict[int, NonFiniteRecord] = {}
         self._count = 0
+        self._selection: Origin | None = None  # the last operation of _SELECTS that backward has run
         self.records: list[NonFiniteRecord] = []
         self.phase = "forward"
         self.operations = 0
@@ -71,6 +79,7 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
     def clear(self) -> None:
         """Forget the records of a step, but not the non-finite tensors and the lines of older graphs."""
         self.records.clear()
+        self._selection = None
         self.origins.trim(MAX_ORIGINS)
 
     def forget(self) -> None:
@@ -105,7 +114,7 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
         self.operations += 1
         number = next_number()
         if number > self._last:
-            self.origins.add(self._last, number, Origin(name, user_line(), self._module()))
+            self.origins.add(self._last, number, Origin(name, user_line(), self._module(), library_line()))
             self._last = number
 
     def _check(
@@ -123,11 +132,30 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
         if written:
             outputs += [t for t in _into(written, args, kwargs) if all(t is not o for o in outputs)]
         bad = [t for t in outputs if is_non_finite(t)]
+        if name.startswith(_SELECTS):
+            self._note_selection(name, args, kwargs, is_finite=not bad)
         if not bad:
             return
         record = self._record(name, args, kwargs, bad, before, {id(t) for t in _into(written, args, kwargs)})
         for tensor in bad:
             self._bad[storage_of(tensor)] = record
+
+    def _note_selection(self, name: str, args: Any, kwargs: Any, *, is_finite: bool) -> None:
+        """Note which values an operation leaves out, in forward, or which gradients it sets to 0."""
+        if self.phase == "backward":
+            node = torch._C._current_autograd_node()
+            self._selection = None if node is None else self.origins.of(node._sequence_nr())
+        elif is_finite and self._bad:
+            for tensor in tensors_in((args, kwargs)):
+                record = self._record_of(tensor)
+                if record is not None and not record.replaced_by and is_non_finite(tensor):
+                    record.replaced_by, record.replaced_at = name.partition(".")[0], user_line()
+
+    def _note_zero_gradient(self, record: NonFiniteRecord) -> None:
+        record.is_zero_gradient = True
+        if self._selection is not None:
+            record.replaced_by = self._selection.operation.partition(".")[0]
+            record.replaced_at = self._selection.line
 
     def _record(
         self,
@@ -145,6 +173,10 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
         were_bad = [t for t in inputs if id(t) not in changed and is_non_finite(t)] + before
         for tensor in were_bad:
             record.parents.append(self._record_of(tensor) or self._input(tensor, record))
+        # Where an earlier node made an infinite gradient, a derivative may be what is 0.
+        is_first_node = bool(record.node) and all(p.node in {"", record.node} for p in record.parents)
+        if record.nan and is_first_node and _is_zero_at_nan(bad, inputs):
+            self._note_zero_gradient(record)
         if record.parents:
             from_constants = all(p.kind == "constant" for p in record.parents)
             # Masks hold infinities on purpose; a NaN made of them is an error.
@@ -168,12 +200,12 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
         node = torch._C._current_autograd_node()  # the public API needs a hook on every node
         user_code_line = user_line()
         if node is None or self.phase != "backward":
-            record.line = user_code_line
+            record.line, record.library_line = user_code_line, library_line()
             return
         record.node = node.name().rpartition("::")[2]
         origin = self.origins.of(node._sequence_nr()) if record.node != "AccumulateGrad" else None
         if origin is not None:
-            record.line = origin.line
+            record.line, record.library_line = origin.line, origin.library_line
             record.module = origin.module
         inside = self._calls.current()
         if inside is not None:
@@ -203,6 +235,18 @@ class ValueTracker(OperationRecorder, TorchDispatchMode):  # type: ignore[no-unt
     def record_of(self, tensor: torch.Tensor) -> NonFiniteRecord | None:
         """Return the operation that made ``tensor`` non-finite; None if it is finite or that is not known."""
         return self._record_of(tensor) if is_non_finite(tensor) else None
+
+
+def _is_zero_at_nan(bad: list[torch.Tensor], inputs: list[torch.Tensor]) -> bool:
+    """Return whether a NaN is made only where one input, the gradient, is exactly 0."""
+    values = _values(bad[0])
+    if values is None:
+        return False
+    is_nan = values.isnan()
+    return any(
+        tensor.shape == values.shape and tensor.is_floating_point() and bool((tensor[is_nan] == 0).all())
+        for tensor in inputs
+    )
 
 
 _Schema = tuple[str, tuple[tuple[int, str], ...], bool]
