@@ -16,6 +16,7 @@ from typing_extensions import TypedDict  # before Python 3.12 pydantic reads no 
 
 from backlight.analysis.ab_test import ABTest
 from backlight.analysis.compare import Comparison
+from backlight.analysis.reference import Reference
 from backlight.cli.doctor import Requirement
 from backlight.codec import NOT_FINITE
 from backlight.diagnose.explanations import Missing, NonFinite, Probes, Regions
@@ -151,7 +152,7 @@ class _Overlaid(TypedDict):
 ANSWERS: Mapping[str, Any] = {
     "attach": _answer(Attached) | _answer(AttachedDumps) | _answer(AttachedJob),
     "check": _answer(Probes, findings=NotRequired[list[Finding]]) | _answer(Regions),
-    "compare": _answer(Comparison) | _answer(ABTest) | _answer(_Overlaid),
+    "compare": _answer(Comparison) | _answer(Reference) | _answer(ABTest) | _answer(_Overlaid),
     "doctor": list[Requirement],
     "findings": _Findings | _answer(StepSamples),
     "gram": _answer(GramRecord),

@@ -147,9 +147,10 @@ def test_an_option_means_the_same_in_every_command() -> None:
                     else ""
                 )
                 kinds.setdefault(option, {})[name] = kind
-    # --set is repeatable where sizes are swept; --fail-on and --format take each command's own names.
+    # --set is repeatable where sizes are swept; --fail-on and --format take each command's names, --against
+    # another one of what the command is given: a run, a trace.
     clashes = {o: found for o, found in kinds.items() if len(set(found.values())) > 1}
-    assert sorted(clashes) == ["--fail-on", "--format", "--set"]
+    assert sorted(clashes) == ["--against", "--fail-on", "--format", "--set"]
 
 
 def test_help_texts_are_short() -> None:

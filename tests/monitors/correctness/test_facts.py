@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
@@ -25,6 +26,8 @@ def value(hint: Any) -> Any:
         return {str: "a", int: 3, float: 0.5, bool: True}[hint]
     if dataclasses.is_dataclass(hint):
         return hint(**{name: value(kind) for name, kind in get_type_hints(hint).items()})
+    if get_origin(hint) is UnionType:
+        return value(get_args(hint)[0])
     if get_origin(hint) is dict:
         return {value(get_args(hint)[0]): value(get_args(hint)[1])}
     return get_origin(hint)(value(get_args(hint)[0]) for _ in range(2))

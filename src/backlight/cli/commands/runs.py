@@ -208,6 +208,7 @@ def export(
 @command(
     "compare", "backlight compare runs/first runs/second",
     "backlight compare runs/first runs/second -o cmp.html",
+    "backlight compare runs/new --against runs/good",
     "backlight compare runs/a runs/b --align -o curves.html",
     "backlight compare --ab 'python train.py' 'python train.py --fused'",
 )  # fmt: skip
@@ -217,6 +218,13 @@ def export(
     type=readable_run,
     metavar="[RUN...]",
     help="Two or more runs; the first is A, the reference.",
+)
+@click.option(
+    "--against",
+    multiple=True,
+    type=readable_run,
+    metavar="GOOD",
+    help="Good run whose facts one run is checked against (repeatable).",
 )
 @click.option("--out", "-o", type=PATH, metavar="FILE", help="HTML file to write.")
 @click.option("--align", is_flag=True, help="Overlay measures, with steps counted from generalisation.")
@@ -246,6 +254,7 @@ def export(
 def compare(
     *,
     runs: Sequence[Path],
+    against: Sequence[Path],
     out: Path | None,
     align: bool,
     measure: Sequence[str],
@@ -262,8 +271,13 @@ def compare(
 
     Prints final and best loss, what differs in the configurations, findings and step times. --ab runs two
     commands interleaved and compares their step times. --measure and --align overlay recorded measures, by
-    step, or by step from the generalisation of each run.
+    step, or by step from the generalisation of each run. --against checks what held in good runs (parameters
+    with gradients, calls, modes, inputs, losses, norms), and the exit code is 1 where one does not hold.
     """
+    if against:
+        if ab is not None or align or measure or strict or out is not None:
+            raise click.BadParameter("--against excludes --ab, --align, --measure, --strict and --out")
+        return _check_against(against, runs, as_json=as_json, full=full)
     if ab is not None:
         return _alternate(ab, pairs, steps, limit, has_runs=bool(runs), as_json=as_json, full=full)
     if factor is not None and not strict:
@@ -284,6 +298,17 @@ def compare(
 
         write(write_comparison(comparison, opened, out), file=sys.stderr if as_json else sys.stdout)
     return 0
+
+
+def _check_against(good: Sequence[Path], runs: Sequence[Path], *, as_json: bool, full: bool) -> int:
+    from backlight.analysis.reference import answer, compare_with
+    from backlight.store.read.run import open_run
+
+    if len(runs) != 1:
+        raise ValueError(f"expected one run to check with --against, got {len(runs)}")
+    reference = compare_with([open_run(path) for path in good], open_run(runs[0]))
+    print_answer(answer(reference), as_json=as_json, full=full)
+    return int(bool(reference.contradicted))
 
 
 def _overlay(
