@@ -64,8 +64,9 @@ class LoopHabits(Check):
         tensors = plain_tensors((*args, *kwargs.values()))[:TENSORS]
         shapes = [(str(x.dtype).removeprefix("torch."), x.ndim, len(x) if x.ndim else 0) for x in tensors]
         self._shapes.append(shapes)
-        snapshot = self.snapshot([sampled(x) for x in tensors]) if tensors else None
-        if snapshot is not None:
+        # Not at the first step, which has launches enough.
+        if tensors and self.run.clock.done:
+            snapshot = self.snapshot([sampled(x) for x in tensors])
             self.when_known(
                 lambda: self._values.append([np.asarray(a, dtype=np.float64) for a in snapshot.arrays])
             )
@@ -123,7 +124,7 @@ class LoopHabits(Check):
     def _record(self) -> None:
         common = min(map(len, self._shapes), default=0)
         inputs = tuple(
-            self._tensor([shapes[n] for shapes in self._shapes], [v[n] for v in self._values])
+            self._tensor([shapes[n] for shapes in self._shapes], [v[n] for v in self._values if len(v) > n])
             for n in range(common)
         )
         self.record(
