@@ -190,7 +190,8 @@ class Finding:
     ``title`` is one line of at most 80 characters, ``detail`` one to three sentences with the numbers. A rule
     leaves ``rule``, ``monitor``, ``version`` and ``kind`` to
     :func:`backlight.findings.evaluate.evaluate_rules`. ``overridden`` holds the limits of the rule that the
-    user changed, by name, ``merged`` the rules whose findings this one explains.
+    user changed, by name, ``merged`` the rules whose findings this one explains. ``accepted`` is why the
+    project accepts it, empty where it does not.
     """
 
     severity: Severity
@@ -207,6 +208,7 @@ class Finding:
     overridden: Mapping[str, float] = field(default_factory=dict)
     kind: FindingKind = FindingKind.FACT
     merged: tuple[str, ...] = ()
+    accepted: str = ""
 
     def __post_init__(self) -> None:
         """Make an INFO a hint, unless it is a result: a hint is in no summary, headline or tally."""
@@ -220,7 +222,9 @@ class Finding:
 
     @property
     def label(self) -> str:
-        """The severity as a word of a sentence: ``error``, ``warning`` or ``hint``."""
+        """The severity as a word of a sentence: ``error``, ``warning`` or ``hint``; or ``accepted``."""
+        if self.accepted:
+            return "accepted"
         return (self.kind if self.is_hint else self.severity).value
 
     def _repr_html_(self) -> str:

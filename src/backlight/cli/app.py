@@ -82,7 +82,7 @@ PANELS = {
     "Diagnose": (
         "why-no-grad", "check", "nan", "attach", "profile", "trace", "test-matrix", "memory",
     ),
-    "Runs": ("ls", "findings", "compare", "query", "export", "compact", "join", "mcp"),
+    "Runs": ("ls", "findings", "explain", "compare", "query", "export", "compact", "join", "mcp"),
     "Research": ("spectra", "sweep", "gram", "grok"),
 }  # fmt: skip
 """Commands by group, in the order of ``--help``; each group is a module of :mod:`backlight.cli.commands`."""

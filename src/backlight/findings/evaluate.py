@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from backlight.findings.accepted import mark_accepted
 from backlight.findings.limits import Limits, merge_overrides, with_overrides
 from backlight.findings.phrases import shorten
 from backlight.generators import kept_random
@@ -82,6 +83,8 @@ def _reason(reported: Mapping[str, Any], severity: Severity, findings: Sequence[
             f"Over all {count(steps, 'step')} the rule does not find it. It is refuted if "
             f"{str(reported['refuted_if']).rstrip('.')}."
         )
+    if any(finding.accepted for finding in alike):
+        return ""
     worst = max((finding.severity for finding in alike), key=lambda finding: finding.rank)
     return "" if worst.rank >= severity.rank else f"Over all {count(steps, 'step')} it is: {worst.value}."
 
@@ -266,7 +269,7 @@ def findings_of(
     ``fresh`` are those of an evaluation at the end of the run, which then needs no other.
     A stored finding of the same rule about the same parameter and module is replaced by the fresh one,
     which knows more of the run; the fresh one is then marked as made live. Where a rule says several
-    things of one subject (spikes), the step tells them apart.
+    things of one subject (spikes), the step tells them apart. What the project accepts is a note.
     """
     stored = run.stored_findings()
     if fresh is None:
@@ -282,7 +285,7 @@ def findings_of(
     for finding in stored:  # of several stored ones about one subject the last knows most
         if _subject(finding) not in subjects and finding.rule not in restated:
             kept[_subject(finding)] = finding
-    return Findings(merge_causes([*merged, *kept.values()]), run)
+    return Findings(in_order(mark_accepted(merge_causes([*merged, *kept.values()]))), run)
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
@@ -368,7 +371,8 @@ def parse_fail_on(text: str) -> Callable[[Finding], bool]:
 def named_findings(names: Collection[str], option: str) -> Callable[[Finding], bool]:
     """Return a predicate that is true of findings that ``names`` name; ``option`` is where they come from.
 
-    They are severities (``"warning"``: that severity and above), rules, or both.
+    They are severities (``"warning"``: that severity and above), rules, or both. What is accepted is named
+    by none.
 
     Raises
     ------
@@ -384,4 +388,7 @@ def named_findings(names: Collection[str], option: str) -> Callable[[Finding], b
             problem = f"no severity or rule is called {name!r}{did_you_mean(name, choices)}"
             raise FindingNameError(option, problem)
     ranks = [severity.rank for severity in Severity if severity.value in names]
-    return lambda finding: finding.rule in names or any(finding.severity.rank >= rank for rank in ranks)
+    return lambda finding: (
+        not finding.accepted
+        and (finding.rule in names or any(finding.severity.rank >= rank for rank in ranks))
+    )

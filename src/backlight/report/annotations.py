@@ -173,6 +173,8 @@ def _sarif(source: Source, failing: Failing) -> str:
             "partialFingerprints": {"subject/v1": _identity(finding)},
             "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": region}}],
         }
+        if finding.accepted:
+            result["suppressions"] = [{"kind": "external", "justification": visible(finding.accepted)}]
         results.append(result)
     pages = {
         name: "\n\n".join(page_blocks(name)) or name

@@ -83,10 +83,12 @@ class RunOutcome:
 
 
 def tally(findings: Sequence[Finding]) -> str:
-    """Return ``2 errors, 1 warning``."""
-    amounts = Counter(finding.severity for finding in findings)
+    """Return ``2 errors, 1 warning, 1 accepted``."""
+    amounts = Counter(finding.severity for finding in findings if not finding.accepted)
     words = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
-    return ", ".join(count(amounts[severity], word) for severity, word in words.items() if amounts[severity])
+    counted = [count(amounts[severity], word) for severity, word in words.items() if amounts[severity]]
+    accepted = sum(bool(finding.accepted) for finding in findings)
+    return ", ".join([*counted, *([f"{accepted:,} accepted"] if accepted else [])])
 
 
 def summary_of(source: Source) -> MonitorSummary:

@@ -13,6 +13,7 @@ from backlight import clock
 from backlight.capture.forward import ScopeForwards
 from backlight.capture.hub import HUB, NextEvent
 from backlight.devices import has_async_copies
+from backlight.findings.accepted import mark_accepted
 from backlight.measure.transfer import first_number, start_copy
 from backlight.monitor import RunHandle, Samples
 from backlight.notifier import Notifier
@@ -180,7 +181,7 @@ class AttachedRun:
     def deliver(self, findings: Sequence[Finding]) -> None:
         """Call ``on_new_findings`` of every monitor and output."""
         with running_user_code():
-            self.monitors.call("on_new_findings", findings)
+            self.monitors.call("on_new_findings", mark_accepted(findings))
 
     def refuse(self, reason: str) -> None:
         """Stop watching; the attempt is removed once everything is detached."""
@@ -271,7 +272,7 @@ class AttachedRun:
             writer.flush_all()
             if writer.lost is None and not self.removed:
                 self.findings = final_findings(writer, failed=failed)
-        self.monitors.call("on_run_end", self.findings or [], failed=failed)
+        self.monitors.call("on_run_end", mark_accepted(self.findings or []), failed=failed)
         if self.removed:
             writer.discard()  # then closing it does nothing
         self.record_cost("end", clock.perf_counter() - self._ended)

@@ -111,7 +111,7 @@ class PrintOutput(Output):
                 self._left += 1 + len(others)
                 continue
             more = f", and {len(others)} more" if others else ""
-            self._print(f"{first.severity}: {visible(first.title)} ({visible(first.rule)}{more})")
+            self._print(f"{first.label}: {visible(first.title)} ({visible(first.rule)}{more})")
         self.on_flush()
 
     def on_flush(self) -> None:

@@ -65,6 +65,7 @@ def ls(*, folder: Path, as_json: bool) -> None:
 @command(
     "findings", "backlight findings", "backlight findings runs/first --fail-on error,spike",
     "backlight findings runs/first --samples 120", "backlight findings --format sarif",
+    'backlight findings --accept trained_tensors "head.*" --reason "trained later"',
 )  # fmt: skip
 @run_or_latest
 @json_option
@@ -84,6 +85,10 @@ def ls(*, folder: Path, as_json: bool) -> None:
     help="Annotations of a CI job: github, junit or sarif.",
 )
 @click.option("--fail-on", metavar="NAME,...", help="Exit 1 for these severities and rules, as error,spike.")
+@click.option(
+    "--accept", nargs=2, metavar="RULE SUBJECT", help="Finding to accept in pyproject.toml; * is any subject."
+)
+@click.option("--reason", metavar="TEXT", help="Why, with --accept.")
 def findings(
     *,
     path: Path | None,
@@ -93,19 +98,34 @@ def findings(
     samples: int | None,
     annotation: Literal["github", "junit", "sarif"] | None,
     fail_on: str | None,
+    accept: tuple[str, str] | None,
+    reason: str | None,
 ) -> int:
     """Print the findings of a run, and count its hints.
 
-    With --format, findings selected by --fail-on (default: error) are marked as failures.
+    With --format, findings selected by --fail-on (default: error) are marked as failures. Findings that the
+    pyproject.toml of the project accepts (--accept) fail nothing, and are printed with the reason.
     """
+    from backlight.findings.accepted import accept as add_acceptance
+    from backlight.findings.accepted import acceptances
     from backlight.findings.evaluate import findings_of, parse_fail_on
     from backlight.report.terminal import print_findings
     from backlight.store.read.run import open_run
+    from backlight.text import count
 
     if as_json and annotation is not None:
         raise click.BadParameter("--json and --format exclude one another")
     failing = parse_fail_on(fail_on) if fail_on is not None else None
+    if (accept is None) != (reason is None):
+        raise click.BadParameter(
+            '--accept and --reason belong together: --accept RULE SUBJECT --reason "..."'
+        )
+    acceptances()  # what cannot be read is an error here
     run = open_run(given_or_latest(path))
+    if accept is not None and reason is not None:
+        file, covered = add_acceptance(findings_of(run), *accept, reason)
+        write(f"{file}: accepts {count(covered, 'finding')}")
+        return 0
     if samples is not None:
         if annotation is not None or fail_on is not None:
             raise click.BadParameter("--samples excludes --format and --fail-on")
@@ -135,6 +155,30 @@ def findings(
     else:
         print_findings(run, listed, make_console(), full=full, hints=hints)
     return int(failing is not None and any(map(failing, listed)))
+
+
+@command("explain", "backlight explain gradients_not_cleared", "backlight explain")
+@click.argument(
+    "rule", required=False, metavar="[RULE]", help="Rule, as a finding names it; default: list them."
+)
+def explain(*, rule: str | None) -> None:
+    """Print the page of a rule: symptom, cause, fix, and its limits."""
+    from backlight.cli.console import Page
+    from backlight.findings.pages import page_lines, summary
+    from backlight.registry import RULES
+    from backlight.text import did_you_mean
+
+    page = Page()
+    if rule is None:
+        width = max(map(len, RULES))
+        for name in RULES:
+            page.sentence((f"{name:<{width}}", "bold"), f"  {summary(name)}", indent=width + 2)
+        return
+    name = rule.replace(" ", "_").replace("-", "_")
+    if name not in RULES:
+        raise ValueError(f"explain: no rule is called {rule!r}{did_you_mean(name, RULES)}")
+    for line, is_heading in page_lines(name):
+        page.sentence((line, "bold" if is_heading else ""), indent=2 if line.startswith("- ") else 0)
 
 
 Table = Literal[
