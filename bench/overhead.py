@@ -194,6 +194,7 @@ def main() -> None:
         "default monitors, every step": {"every": 1},
         "without stalls, every step": {"every": 1, "monitors": "health,steptime"},
         "correctness alone": {"monitors": "correctness"},
+        "activations, every step measured": {"monitors": "activations", "activations": {"every": 1}},
         "every step, with histograms": {"every": 1, "health": {"histogram": True}},
     }
     for name, settings in rows.items():

@@ -104,6 +104,19 @@ def contradiction(fact: Fact, steps: tuple[int, ...] = (0, 1, 2)) -> Fault:
     return lambda path: correctness(path, *(replace(fact, step=step) for step in steps))
 
 
+def activations(path: Path) -> Run:
+    layers = [
+        {"name": name, "kind": kind, "parameters": kind == "Linear", "input": "fc1" if kind == "ReLU" else ""}
+        for name, kind in (("fc1", "Linear"), ("relu", "ReLU"), ("fc2", "Linear"))
+    ]
+    shared = {"model": "", "size": 4096, "units": 64, "hidden": True, "line": "train.py:12"}
+    steps = (0, 1, 2, 4, 8, 16, 32)
+    scalars = {f"activations/rms/{layer['name']}": dict.fromkeys(steps, 0.5) for layer in layers}
+    scalars["activations/dead/relu"] = dict.fromkeys(steps[3:], 0.984375)
+    events = [(0, "activation_layers", {"layers": [layer | shared for layer in layers]})]
+    return build_run(path, monitors=("activations",), scalars=scalars, events=events)
+
+
 def guessing(path: Path) -> Run:
     loss = {step: 2.3026 + 0.01 * (step % 3) for step in range(0, 1200, 10)}
     return correctness(path, Classes(0, classes=10, factor=1.0), scalars={"loss": loss})
@@ -218,6 +231,7 @@ FAULTS: dict[str, Fault] = {
         events=[(59, "kept_graphs", KEPT), (56, "kept_data", GATHERED)],
     ),
     "outlier_steps": steptime(PHASES, changes={(step, "data"): 0.4 for step in (30, 40, 50)}),
+    "activations": activations,
     "grokking": write_grokking_run,
     "stall": stall,
 }

@@ -36,6 +36,26 @@ probe batch or a callable that returns one. A third is a held-out batch."""
 NEVER = 2**62
 """The number of no step."""
 
+FIRST_STEPS = 64
+"""Steps at the start of which 0 and the powers of two are measured."""
+
+PER_OCTAVE = 16
+"""Most measurements while the number of steps doubles."""
+
+
+def next_due(step: int, every: int) -> int:
+    """Return the first step after ``step`` that is measured; with ``every`` 0 they become ever rarer.
+
+    Steps 0, 1, 2, 4, 8, 16 and 32, every 64th up to step 2,048, and from there 16 while the number of steps
+    doubles.
+    """
+    if every:
+        return step - step % every + every
+    if step < FIRST_STEPS:
+        return 1 << step.bit_length() if step else 1
+    spacing = max(FIRST_STEPS, (1 << step.bit_length() - 1) // PER_OCTAVE)
+    return step - step % spacing + spacing
+
 
 class StepClock(Protocol):
     """The position of a run, in optimizer steps."""

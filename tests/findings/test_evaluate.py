@@ -248,7 +248,7 @@ def test_fail_on_matches_severities_and_rules(text: str, matches: list[Finding])
         ("spyke", "no severity or rule is called 'spyke'; did you mean 'spike'"),
         ("eror,spike", "did you mean 'error'"),
         ("non_finite or spike", "'non_finite or spike'"),
-        ("xyz", "there are: info, warning, error, always_clipped, "),
+        ("xyz", "there are: info, warning, error, activations, always_clipped, "),
     ],
 )
 def test_fail_on_rejects_unknown_names(text: str, message: str) -> None:

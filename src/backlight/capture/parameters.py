@@ -407,6 +407,10 @@ class Scope:
         """Whether optimizers were given, which may be gone."""
         return bool(self._chosen)
 
+    def prefix(self, root: nn.Module) -> str:
+        """Return the prefix of the names below a root module."""
+        return self._prefixes.of([root])[0][0]
+
     def renewed(self) -> Scope:
         """Return a scope of the same models and optimizers, with nothing known of them yet."""
         scope = Scope()

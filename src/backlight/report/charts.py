@@ -87,13 +87,15 @@ def chart(
     marks: Mapping[str, NDArray[np.int64]] | None = None,
     spans: Sequence[Span] = (),
     across: str = "step",
+    names: Sequence[str] = (),
     numbers: int = NUMBERS,
     adjustable: bool = False,
 ) -> dict[str, Any]:
     """Return a chart as the page's drawer ``lines`` takes it.
 
     ``marks`` are steps to point out, by label; ``spans`` are stretches of them; ``across`` names the
-    horizontal axis. With ``adjustable`` the page offers a logarithmic axis and smoothing.
+    horizontal axis, and ``names`` its places where they are no steps. With ``adjustable`` the page offers a
+    logarithmic axis and smoothing.
     """
     steps = np.unique(np.concatenate([line.steps for line in lines]))
     columns, present = [], []
@@ -140,6 +142,7 @@ def chart(
         "marks": [{"label": label, "steps": at} for label, at in (marks or {}).items() if len(at)],
         "spans": [dataclasses.asdict(span) for span in spans],
         "across": across,
+        "names": list(names),
         "adjustable": adjustable,
     }
 

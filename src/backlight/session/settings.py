@@ -112,6 +112,16 @@ def _names(names_option: str | Iterable[str]) -> tuple[str, ...]:
     return tuple(stripped for name in names if (stripped := name.strip()))
 
 
+def _monitors(names_option: str | Iterable[str]) -> tuple[str, ...]:
+    """Return the names of monitors; those of ``"+activations"`` are added to the default ones."""
+    names = _names(names_option)
+    added = [name.removeprefix("+") for name in names if name.startswith("+")]
+    if added and len(added) < len(names):
+        problem = f"expected a + before every name, or before none, got {','.join(names)}"
+        raise SettingError("monitors", problem)
+    return tuple(dict.fromkeys((*DEFAULT_MONITORS, *added))) if added else names
+
+
 def _texts(option: str | Iterable[str]) -> tuple[str, ...]:
     return (option,) if isinstance(option, str) else tuple(option)
 
@@ -127,8 +137,8 @@ class Settings:
     monitors: Annotated[
         tuple[str, ...],
         Option(
-            "Monitors, as health,correctness,steptime.",
-            flags=("--monitors",), metavar="NAME,...", parse=_names,
+            "Monitors, as health,steptime; +activations adds to the default ones.",
+            flags=("--monitors",), metavar="NAME,...", parse=_monitors,
         ),
     ] = DEFAULT_MONITORS  # fmt: skip
     every: Annotated[

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from backlight import clock
-from backlight.monitor import Monitor, RunHandle, StoredStep
+from backlight.monitor import Monitor, RunHandle, StoredStep, next_due
 from backlight.monitors.spectra.settings import SpectraSettings
 
 if TYPE_CHECKING:
@@ -22,28 +22,8 @@ if TYPE_CHECKING:
 EVENT = "noise_scale"
 """Kind of the event with everything of one measured step."""
 
-FIRST_STEPS = 64
-"""Steps at the start of which 0 and the powers of two are measured."""
-
-PER_OCTAVE = 16
-"""Most measurements while the number of steps doubles."""
-
 MAX_PENDING = 64
 """Measurements that may wait for the writer thread before the oldest is dropped."""
-
-
-def next_due(step: int, every: int) -> int:
-    """Return the first step after ``step`` that is measured; with ``every`` 0 they become ever rarer.
-
-    Steps 0, 1, 2, 4, 8, 16 and 32, every 64th up to step 2,048, and from there 16 while the number of steps
-    doubles.
-    """
-    if every:
-        return step - step % every + every
-    if step < FIRST_STEPS:
-        return 1 << step.bit_length() if step else 1
-    spacing = max(FIRST_STEPS, (1 << step.bit_length() - 1) // PER_OCTAVE)
-    return step - step % spacing + spacing
 
 
 class NoiseScaleMonitor(Monitor):

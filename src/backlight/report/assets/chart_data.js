@@ -119,5 +119,5 @@ const readChart = (chart) => {
     }),
   );
   const smooth = chart.adjustable ? lines.map((line, i) => ({ ...line, label: `${line.label}, smoothed`, odd: [], over: 0, smooths: i })) : [];
-  return { ...chart, left: { ...chart.left }, overSteps: chart.across === (report.across ?? "step"), lines: [...lines, ...smooth] };
+  return { ...chart, left: { ...chart.left }, says: chart.names.length ? (place) => chart.names[place] : null, overSteps: chart.across === (report.across ?? "step"), lines: [...lines, ...smooth] };
 };

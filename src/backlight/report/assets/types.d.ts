@@ -40,7 +40,7 @@ interface AxisData { label: string; log: boolean; base?: number; low: number | n
 interface Span { label: string; mark: string; after: number; by: number; tone: string }
 interface ChartData {
   title: string; steps: Steps; range: number; lines: LineData[]; left: AxisData; right: AxisData | null;
-  marks: { label: string; steps: Steps }[]; spans: Span[]; across: string; adjustable: boolean;
+  marks: { label: string; steps: Steps }[]; spans: Span[]; across: string; names: string[]; adjustable: boolean;
 }
 
 // A chart that is drawn: `says` writes out a place of the horizontal axis, `empty` is shown instead of lines.
