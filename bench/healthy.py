@@ -123,7 +123,9 @@ def processor_time(process: int) -> float:
     return total
 
 
-def watched(program: Program, clones: Path, work: Path, seconds: float, every: int | None) -> dict[str, Any]:
+def watched(
+    program: Program, clones: Path, work: Path, seconds: float, every: int | None, monitors: str = ""
+) -> dict[str, Any]:
     """Run one program under `backlight run`; return its steps and findings, or why there are none."""
     try:
         folder, script = prepared(program, clones, work)
@@ -132,6 +134,7 @@ def watched(program: Program, clones: Path, work: Path, seconds: float, every: i
     out = folder / "backlight-run"
     arguments = shlex.split(program.arguments)
     often = [] if every is None else ["--every", str(every)]
+    often += ["--monitors", monitors] if monitors else []
     starter = [sys.executable, "-m", "backlight", "run", "--out", str(out), *often, str(script), *arguments]
     code, last = execute(starter, folder, environment_of(folder), max(seconds, program.seconds))
     try:
@@ -205,6 +208,7 @@ def main() -> None:
         type=int,
         help="record every Nth step; 1 records most on a busy machine",
     )
+    parser.add_argument("--monitors", default="", help="as of `backlight run`: +activations adds one")
     parser.add_argument("--weights", action="store_true", help="compare weights, watched and unwatched")
     parser.add_argument("--jobs", type=int, default=1, help="programs at a time")
     options = parser.parse_args()
@@ -231,7 +235,7 @@ def main() -> None:
         return
 
     def run(program: Program) -> None:
-        result = watched(program, clones, work, options.seconds, options.every)
+        result = watched(program, clones, work, options.seconds, options.every, options.monitors)
         results[program.name] = result
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(json.dumps([*results.values()], indent=1) + "\n")

@@ -98,8 +98,8 @@ def _charts(layers: Sequence[MeasuredLayer], title: str) -> list[dict[str, objec
         if (is_measured := np.isfinite(values := _profile(layers, column, -1))).any()
     ]
     if shares:
-        axis = Axis("share", low=0, high=1)
-        charts.append(chart(shares, axis, title=title, across="layer", names=names))
+        share = Axis("share", low=0, high=1)
+        charts.append(chart(shares, share, title=title, across="layer", names=names))
     return charts
 
 
