@@ -14,8 +14,24 @@ from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.activations.model.layers import MeasuredLayer, measured_layers
 from backlight.records import Finding
 from backlight.store.read.run import Run
+from backlight.store.write.writer import RunWriter
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
+
+
+def write_activations(writer: RunWriter) -> None:
+    """Write what the monitor records of two layers with a ReLU between them, nearly all of it dead."""
+    kinds = {"fc1": "Linear", "relu": "ReLU", "fc2": "Linear"}
+    shared = {"model": "", "size": 4096, "units": 64, "hidden": True, "line": "train.py:12"}
+    layers = [
+        {"name": name, "kind": kind, "parameters": kind == "Linear", "input": "fc1" if name == "relu" else ""}
+        for name, kind in kinds.items()
+    ]
+    writer.event(0, "activation_layers", {"layers": [layer | shared for layer in layers]})
+    for step in (0, 1, 2, 4, 8, 16, 32):
+        writer.scalars(step, {f"activations/rms/{name}": 0.5 for name in kinds})
+        if step >= 4:
+            writer.scalar(step, "activations/dead/relu", 63 / 64)
 
 
 def squared(model: nn.Module, x: Tensor) -> Tensor:

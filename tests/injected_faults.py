@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from activation_runs import write_activations
 from backlight.monitors.correctness.model.facts import Fact, Names, encode
 from backlight.monitors.correctness.model.replicas import MOMENTS, Digests, Followed, Promise, encoded
 from backlight.monitors.correctness.rules.gradient_use import ClearedBeforeStep, EarlyClip, SummedGradients
@@ -105,16 +106,7 @@ def contradiction(fact: Fact, steps: tuple[int, ...] = (0, 1, 2)) -> Fault:
 
 
 def activations(path: Path) -> Run:
-    layers = [
-        {"name": name, "kind": kind, "parameters": kind == "Linear", "input": "fc1" if kind == "ReLU" else ""}
-        for name, kind in (("fc1", "Linear"), ("relu", "ReLU"), ("fc2", "Linear"))
-    ]
-    shared = {"model": "", "size": 4096, "units": 64, "hidden": True, "line": "train.py:12"}
-    steps = (0, 1, 2, 4, 8, 16, 32)
-    scalars = {f"activations/rms/{layer['name']}": dict.fromkeys(steps, 0.5) for layer in layers}
-    scalars["activations/dead/relu"] = dict.fromkeys(steps[3:], 0.984375)
-    events = [(0, "activation_layers", {"layers": [layer | shared for layer in layers]})]
-    return build_run(path, monitors=("activations",), scalars=scalars, events=events)
+    return build_run(path, monitors=("activations",), write=write_activations)
 
 
 def guessing(path: Path) -> Run:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from activation_runs import write_activations
 from backlight.records import (
     Evidence,
     Finding,
@@ -142,6 +143,7 @@ class Plan:
     spectra: bool = False
     stalled: bool = False
     checked: bool = False
+    activations: bool = False
     attempts: int = 1
     overrides: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
@@ -159,6 +161,7 @@ FULL = Plan(
     spectra=True,
     stalled=True,
     checked=True,
+    activations=True,
     nan_step=90,
     dead_row=25,
     vanishing_rows=(3,),
@@ -232,6 +235,7 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
             *(("grokking",) if plan.grokking else ()),
             *(("spectra",) if plan.spectra else ()),
             *(("correctness",) if plan.checked else ()),
+            *(("activations",) if plan.activations else ()),
         ),
         overrides=plan.overrides,
         groups=plan.groups,
@@ -279,6 +283,8 @@ def _write_attempt(path: Path, plan: Plan, attempt: int, first: int, last: int) 
         write_spectra(
             writer, Injected(steps=(0, last - first - 1), shapes={"blocks.0.attn.out.weight": (20, 36)})
         )
+    if plan.activations:
+        write_activations(writer)
     if plan.stalled:
         watchdog = WatchdogWriter(path, path / f"attempt-{attempt:03d}")
         watchdog.evidence("stall-rank-00000.txt", "taken by watchdog\n  at ops.py:22 in LockedFn.backward\n")

@@ -330,7 +330,7 @@ def test_finding_triggers_detail(tmp_path: Path) -> None:
     [
         (
             {"monitors": "health,kitchen"},
-            "no monitor is called 'kitchen'; expected some of: correctness, grokking, health, spectra",
+            "no monitor is called 'kitchen'; expected some of: activations, correctness, grokking, health",
         ),
         ({"every": 0}, "every: 0: expected 1 or more"),
         ({"every": "often"}, r"every: expected int \| null, got 'often'"),
