@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from backlight.answer import Answer, ended
 from backlight.diagnose.checkpointing.observer import CheckpointObserver
 from backlight.diagnose.checkpointing.regions import Region
-from backlight.diagnose.missing_gradients.flow import OverwrittenTensor
+from backlight.diagnose.missing_gradients.flow import FailedBackward
 from backlight.diagnose.missing_gradients.reasons import MissingCause, MissingGradients, ParameterState
 from backlight.diagnose.nan.tracer import NanOrigin, NanTracer
 from backlight.diagnose.probes.hints import HintOutcome, HintResult, hint_lines
@@ -74,7 +74,7 @@ class Missing(ObservedScript):
     parameters: int
     nodes: int
     not_trained: Sequence[Untrained]
-    failure: OverwrittenTensor | None
+    failure: FailedBackward | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -114,6 +114,61 @@ def test_weight_that_the_optimizer_changed_before_backward_needs_it(
     assert observe(lambda _: control(), injected=False)[0].failure is None
 
 
+def two_backwards(*, summed: bool) -> None:
+    """Call backward of two losses of one forward, or of their sum."""
+    first, second = torch.nn.Linear(4, 5), torch.nn.Linear(5, 4)
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+    for _ in range(2):
+        shared = first(torch.ones(2, 4)).sigmoid()
+        losses = [shared.sum(), second(shared).square().sum()]
+        for loss in [sum(losses)] if summed else losses:
+            loss.backward()
+        optimizer.step()
+
+
+def recurrent(*, detached: bool) -> None:
+    """Carry a hidden state from step to step, without a graph that is kept."""
+    cell = torch.nn.GRU(3, 4)
+    optimizer = torch.optim.SGD(cell.parameters(), lr=0.1)
+    hidden = None
+    for _ in range(3):
+        output, hidden = cell(torch.ones(2, 1, 3), hidden)
+        output.sum().backward()
+        optimizer.step()
+        hidden = hidden.detach() if detached else hidden
+
+
+def same_loss(*, anew: bool) -> None:
+    """Compute a loss once, or for each backward."""
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    loss = layer(torch.ones(2, 4)).square().sum()
+    for _ in range(2):
+        loss.backward()
+        optimizer.step()
+        loss = layer(torch.ones(2, 4)).square().sum() if anew else loss
+
+
+@pytest.mark.parametrize(
+    ("injected", "control", "expected"),
+    [
+        (lambda: two_backwards(summed=False), lambda: two_backwards(summed=True), "value that sigmoid made"),
+        (
+            lambda: recurrent(detached=False),
+            lambda: recurrent(detached=True),
+            "gru uses a value that gru made",
+        ),
+        (lambda: same_loss(anew=False), lambda: same_loss(anew=True), "again on a loss whose graph"),
+    ],
+)
+def test_graph_that_an_earlier_backward_has_freed(
+    injected: Callable[[], None], control: Callable[[], None], expected: str
+) -> None:
+    answer, _ = observe(lambda _: injected(), injected=True, steps=4)
+    assert expected in answer.failure.text
+    assert observe(lambda _: control(), injected=False)[0].failure is None
+
+
 def test_read_of_the_grad_of_a_computed_tensor() -> None:
     answers = []
     for injected in (True, False):  # without an optimizer, of which the observer makes a note

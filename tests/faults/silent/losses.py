@@ -230,14 +230,13 @@ def kl_div_of_measures() -> None:
     distilled(lambda out: out)
 
 
-@control
-def kl_div_and_cross_entropy() -> None:
-    """Distillation with both losses, each of which gets what it expects."""
+def distilled_with_labels(scores_of: Callable[[Tensor], Tensor]) -> None:
+    """Follow the distribution of a teacher, and the labels."""
     teacher = perceptron(nn.Softmax(dim=1)).requires_grad_(False)
 
     def loss_of(out: Tensor, pair: tuple[Tensor, Tensor]) -> Tensor:
         x, y = pair
-        soft = F.kl_div(out.log_softmax(1), teacher(x).float(), reduction="batchmean")
+        soft = F.kl_div(scores_of(out), teacher(x).float(), reduction="batchmean")
         return F.cross_entropy(out, y) + soft
 
     train(
@@ -246,6 +245,12 @@ def kl_div_and_cross_entropy() -> None:
         data=lambda count: [(x, (x, y)) for x, y in batches(count)],
         is_compiled=False,
     )
+
+
+@fault(rule="loss_input", severity="warning", step=0, kind="kl_of_probabilities", names="`kl_div` is given")
+def kl_div_of_probabilities_and_cross_entropy(injected: bool) -> None:
+    """Distillation with both losses: the cross-entropy gets what it expects."""
+    distilled_with_labels(lambda out: out.softmax(1) if injected else out.log_softmax(1))
 
 
 @fault(rule="loss_input", severity="error", step=0, kind="one_output", names="over a single class")

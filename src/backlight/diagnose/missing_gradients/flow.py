@@ -203,15 +203,18 @@ _MESSAGE = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class OverwrittenTensor:
-    """The line that changed a tensor needed by backward, and the line of the operation that had saved it."""
+class FailedBackward:
+    """Why a backward failed.
+
+    ``line`` changed a tensor that it needs, or used a value whose graph was freed; ``saved`` made that value.
+    """
 
     text: str
     line: SourceLine | None
     saved: SourceLine | None
 
 
-def find_overwritten(message: str, operations: Sequence[Operation]) -> OverwrittenTensor | None:
+def find_overwritten(message: str, operations: Sequence[Operation]) -> FailedBackward | None:
     """Find the write behind torch's error ``message``; None if it is another error."""
     matched = _MESSAGE.search(message)
     if matched is None:
@@ -241,7 +244,7 @@ def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritt
             f"a tensor of shape {shape} that backward needs was changed in place; no operation that was "
             "recorded fits (it may be in another thread, or inside compiled code)"
         )
-        return OverwrittenTensor(text, None, None)
+        return FailedBackward(text, None, None)
     (position, _), saved = pairs[0]
     write = operations[position]
     text = (
@@ -255,7 +258,7 @@ def find_overwritten(message: str, operations: Sequence[Operation]) -> Overwritt
             ". The graph is older than that step: detach what is carried from one step to the next, or call "
             "backward of every loss before the optimizer's step"
         )
-    return OverwrittenTensor(text, write.line, saved.line)
+    return FailedBackward(text, write.line, saved.line)
 
 
 def _saved_by(operations: Sequence[Operation], position: int, number: int) -> Operation | None:
@@ -266,3 +269,51 @@ def _saved_by(operations: Sequence[Operation], position: int, number: int) -> Op
         if number in operation.inputs or (operation.carries and number in operation.outputs):
             return operation
     return None
+
+
+_FREED = "Trying to backward through the graph a second time"
+
+
+def find_freed(
+    message: str,
+    operations: Sequence[Operation],
+    loss: Iterable[int],
+    earlier: Iterable[int],
+    parameters: Iterable[int],
+) -> FailedBackward | None:
+    """Find what led a backward from ``loss`` into the graph of ``earlier`` losses; None for another error.
+
+    Losses and parameters, which losses may share, are given by their numbers on the tape.
+    """
+    if not message.startswith(_FREED):
+        return None
+    freed = _values_behind(operations, earlier) - set(parameters)
+    path = _values_behind(operations, loss)
+    made: dict[int, Operation] = {}
+    for operation in operations:
+        reused = [n for n in operation.inputs if n in freed and n in made]
+        is_recorded = operation.carries and operation.enabled
+        if is_recorded and path.intersection(operation.outputs) - freed and reused:
+            value = made[reused[0]]
+            text = (
+                f"{operation.name} uses a value that {value.name} made at {value.line}, and an earlier "
+                "backward has freed its graph. Detach what is carried from one step to the next; of losses "
+                "that share a forward, call backward once on their sum"
+            )
+            return FailedBackward(text, operation.line, value.line)
+        made.update((n, operation) for n in operation.outputs if is_recorded and n in path)
+    if set(loss) & freed:
+        text = "backward is called again on a loss whose graph an earlier backward has freed"
+    else:
+        text = "an earlier backward has freed a part of the graph; no operation that was recorded shows which"
+    return FailedBackward(text, None, None)
+
+
+def _values_behind(operations: Sequence[Operation], numbers: Iterable[int]) -> set[int]:
+    """Return these tensors, those that a gradient would reach from them, and what was computed with these."""
+    seen = set(numbers)
+    for operation in reversed(operations):
+        is_recorded = operation.carries and operation.enabled and not operation.cut
+        if is_recorded and seen.intersection(operation.outputs):
+            seen.update(operation.inputs, operation.outputs)
+    return seen

@@ -20,7 +20,14 @@ from backlight.capture.hub import HUB
 from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import Candidate, RegistrationLines, candidates, named_roots
 from backlight.diagnose.missing_gradients import reasons
-from backlight.diagnose.missing_gradients.flow import Flow, Graph, WalkError, find_overwritten, walk
+from backlight.diagnose.missing_gradients.flow import (
+    Flow,
+    Graph,
+    WalkError,
+    find_freed,
+    find_overwritten,
+    walk,
+)
 from backlight.diagnose.missing_gradients.reasons import (
     MissingCause,
     MissingGradients,
@@ -66,6 +73,8 @@ class MissingGradientObserver(ScriptObserver):
         self._versions: list[tuple[Tensor, int]] = []  # of what the optimizer in progress may write
         self._stale: dict[int, list[tuple[int, ...]]] = {}
         self._handled: BaseException | None = None
+        self._loss: list[int] = []  # of the backward in progress
+        self._earlier: set[int] = set()  # losses of those that ended
         self.answer = MissingGradients()
 
     def _record(self) -> Iterator[Any]:
@@ -95,6 +104,7 @@ class MissingGradientObserver(ScriptObserver):
         self._handled = sys.exception()
         with self._tape.pause():
             self.backwards += 1
+            self._loss = [self._tape.number(root) for root in roots]
             self._update()
             try:
                 self._graph = walk(roots)
@@ -116,7 +126,12 @@ class MissingGradientObserver(ScriptObserver):
         with self._tape.pause():
             if error is not None and error is not self._handled and isinstance(error, RuntimeError):
                 recorded = [*itertools.chain(*self._tape.earlier), *self._tape.operations]
-                self.answer.failure = find_overwritten(str(error), recorded)
+                parameters = {self._tape.number(candidate.parameter) for candidate in self._candidates}
+                self.answer.failure = find_overwritten(str(error), recorded) or find_freed(
+                    str(error), recorded, self._loss, self._earlier, parameters
+                )
+            else:
+                self._earlier.update(self._loss)
             self._check_parameters()
             if self._graph is not None and (error is None or error is self._handled):
                 self._explain_after(self._graph)

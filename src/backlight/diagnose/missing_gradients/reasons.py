@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from backlight.capture.parameters import RegistrationLines
-    from backlight.diagnose.missing_gradients.flow import Flow, OverwrittenTensor, Use
+    from backlight.diagnose.missing_gradients.flow import FailedBackward, Flow, Use
     from backlight.diagnose.missing_gradients.tape import GradRead, NoneReturned, Operation
     from backlight.user_code import SourceLine
 
@@ -77,7 +77,7 @@ class MissingGradients:
     steps: int = 0
     backwards: int = 0
     nodes: int = 0
-    failure: OverwrittenTensor | None = None
+    failure: FailedBackward | None = None
     notes: list[str] = field(default_factory=list)
 
 

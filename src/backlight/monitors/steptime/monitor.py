@@ -9,8 +9,6 @@ from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from backlight import clock
 from backlight.capture.hub import HUB
 from backlight.monitor import NEVER, Monitor, RunHandle
@@ -104,7 +102,7 @@ class StepTimeMonitor(Monitor):
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
         """Add one scalar per phase, and record the pauses since the last recorded step and what is kept."""
         self._pauses.flush()
-        self._anomaly_steps += torch.is_anomaly_enabled()
+        self._anomaly_steps += self._kept_graphs.marks.under_anomaly
         self._step += 1  # a pause from here on is of no recorded step, until the next one starts
         self._kept_graphs.end_step()
         if self._step >= self._kept_data.next_step:

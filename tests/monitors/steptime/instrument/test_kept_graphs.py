@@ -56,6 +56,41 @@ def train(use: Callable[[Tensor], object], count: int = STEPS) -> None:
         use(loss)
 
 
+class History:
+    """Lists of values by name."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, list[Any]] = {}
+
+    def update(self, **values: Any) -> None:
+        for name, value in values.items():
+            self.values.setdefault(name, []).append(value)  # HERE
+
+
+class Trainer:
+    """A model, its optimizer and a history, two objects away from the loop."""
+
+    def __init__(self) -> None:
+        self.model, self.optimizer = small()
+        self.history = History()
+
+    def step(self, x: Tensor, y: Tensor, *, keeps: bool) -> None:
+        output = self.model(x)
+        self.optimizer.zero_grad()
+        loss = F.cross_entropy(output, y)
+        loss.backward()
+        self.optimizer.step()
+        entropy = -(output.softmax(1) * output.log_softmax(1)).sum(1).mean()
+        self.history.update(loss=loss.item(), entropy=entropy if keeps else entropy.item())
+
+
+@fault
+def history_of_a_trainer(keeps: bool) -> None:
+    trainer = Trainer()
+    for x, y in batches():
+        trainer.step(x, y, keeps=keeps)
+
+
 @fault
 def list_of_losses(keeps: bool) -> None:
     losses: list[Any] = []
@@ -302,7 +337,8 @@ def test_kept_graphs_are_found_with_their_line(
     (found,) = findings(tmp_path / "keeps", lambda: loop(True))
     assert found.severity is Severity.WARNING
     assert "keeps the graphs of" in found.title
-    source = {"meter": Meter, "features_of_a_module": Remembering}.get(loop.__name__, loop)
+    sources = {"meter": Meter, "history_of_a_trainer": History, "features_of_a_module": Remembering}
+    source = sources.get(loop.__name__, loop)
     assert found.subject.line is not None
     assert found.subject.line.endswith(marked_line(source))
     assert not findings(tmp_path / "twin", lambda: loop(False))

@@ -37,12 +37,13 @@ def test_threads_of_all_ranks_exceed_cores(stored: Any, evaluated: Any) -> None:
     assert not evaluated(stored(runtime_info=alone), "bottleneck")
 
 
+@pytest.mark.parametrize("ends_before_step", [True, False])
 @pytest.mark.parametrize("left_on", [True, False])
-def test_anomaly_detection_that_is_left_on(left_on: bool, tmp_path: Path) -> None:
+def test_anomaly_detection_that_is_left_on(left_on: bool, ends_before_step: bool, tmp_path: Path) -> None:
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        torch.autograd.set_detect_anomaly(left_on, check_nan=False),
+        torch.autograd.set_detect_anomaly(left_on and not ends_before_step, check_nan=False),
         warnings.catch_warnings(),
         backlight.watch(run=tmp_path / "run", every=1, monitors=("steptime",), quiet=True),
     ):
@@ -52,6 +53,9 @@ def test_anomaly_detection_that_is_left_on(left_on: bool, tmp_path: Path) -> Non
             with torch.autograd.set_detect_anomaly(left_on or step == 3, check_nan=False):
                 optimizer.zero_grad()
                 model(torch.ones(3, 4)).square().mean().backward()
+                if not ends_before_step:
+                    optimizer.step()
+            if ends_before_step:
                 optimizer.step()
     titles = [f.title for f in evaluate_rules(backlight.open_run(tmp_path / "run")) if f.rule == "bottleneck"]
     assert ("Anomaly detection is on: every step takes longer for it" in titles) == left_on

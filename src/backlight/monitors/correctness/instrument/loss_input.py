@@ -269,14 +269,14 @@ class Probabilities(Check):
     def _start(self) -> None:
         self._calls = LossCalls()
         self._left = LOOKS
-        self._readings: list[tuple[float, list[Tensor]]] = []  # tolerance, lowest value, extent of the sums
-        self._steps: list[int] = []  # at which all inputs were probabilities
-        self._functions: set[str] = set()
+        # Tolerance, lowest value and extent of the sums of each call, by function.
+        self._readings: dict[str, list[tuple[float, list[Tensor]]]] = {}
+        self._steps: dict[str, list[int]] = {}  # by function, at which all its inputs were probabilities
 
     def forget(self) -> None:
         """Observe no longer."""
         self._calls.stop()
-        self._readings = []
+        self._readings = {}
 
     def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Observe the loss of this forward."""
@@ -297,32 +297,37 @@ class Probabilities(Check):
         with torch.no_grad():
             values = inputs.detach().float()
             extent = [values.amin(), *torch.aminmax(values.sum(classes))]
-            self._functions.add(function)
-            self._readings.append((TOLERANCE.get(inputs.dtype, HALF_TOLERANCE), extent))
+            tolerance = TOLERANCE.get(inputs.dtype, HALF_TOLERANCE)
+            self._readings.setdefault(function, []).append((tolerance, extent))
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Report the losses of the step."""
-        readings, self._readings = self._readings, []
+        readings, self._readings = self._readings, {}
         self._calls.stop()
         if not readings or not self._left:
             return
         self._left -= 1
-        if not any(isinstance(fact, SHOWN_BY_THE_GRAPH) for r in roots for fact in misuses(r.grad_fn, 0)):
-            tolerances = [tolerance for tolerance, _ in readings]
-            then = functools.partial(self._note, self.step, tolerances)
-            self.when_known(then, *[value for _, extent in readings for value in extent])
+        misused = [fact for root in roots for fact in misuses(root.grad_fn, 0)]
+        if any(isinstance(fact, SHOWN_BY_THE_GRAPH) for fact in misused):
+            readings.pop(CROSS_ENTROPY, None)
+        for function, calls in readings.items():
+            then = functools.partial(self._note, function, self.step, [tolerance for tolerance, _ in calls])
+            self.when_known(then, *[value for _, extent in calls for value in extent])
 
-    def _note(self, step: int, tolerances: Sequence[float], *values: NDArray[np.generic]) -> None:
+    def _note(
+        self, function: str, step: int, tolerances: Sequence[float], *values: NDArray[np.generic]
+    ) -> None:
         """Report steps from the second one on: at the first, the output of a model may be constant."""
         extents = np.array(values, np.float64).reshape(-1, 3)
         if all(
             lowest >= 0 and max(abs(low - 1), abs(high - 1)) <= tolerance
             for tolerance, (lowest, low, high) in zip(tolerances, extents, strict=True)
         ):
-            self._steps.append(step)
-            is_first = len(self._steps) == PROBABILITY_STEPS
-            for at in self._steps if is_first else self._steps[PROBABILITY_STEPS:][-1:]:
-                is_class_loss = CROSS_ENTROPY in self._functions
+            steps = self._steps.setdefault(function, [])
+            steps.append(step)
+            is_first = len(steps) == PROBABILITY_STEPS
+            for at in steps if is_first else steps[PROBABILITY_STEPS:][-1:]:
+                is_class_loss = function == CROSS_ENTROPY
                 self.report((facts.ProbabilitiesGiven if is_class_loss else facts.KlOfProbabilities)(at))
 
 

@@ -118,11 +118,12 @@ class NoTarget(_Misuse, rule="loss_input", kind="no_target"):
     title = "Not one target counts: all of them are ignored"
     detail = (
         "All {targets:,} targets of the first {losses} steps have the value that the loss ignores "
-        "(`ignore_index`, -100). The model learns nothing, whatever the loss shows."
+        "(`ignore_index`). The model learns nothing, whatever the loss shows."
     )
     fix = (
         "Look at the labels of one batch: a template or an answer that the collator does not find in the "
-        "tokens, a prompt that fills the whole length, or padding set to -100 where it is also a token."
+        "tokens, a prompt that fills the whole length, padding that is also a token, or the values of a mask "
+        "that are compared with classes that it does not have."
     )
     refuted_if = "a batch has a target that counts."
 

@@ -29,6 +29,9 @@ SAMPLED = 64
 MAX_VALUES = 4000
 """Values that are looked at in all."""
 
+MAX_DEPTH = 3
+"""Objects and containers between a name and what holds tensors: a trainer, its meter, the lists by name."""
+
 _ADDING = frozenset({"append", "appendleft", "extend", "insert", "add", "update", "put", "push"})
 _REMOVING = frozenset({"clear", "pop", "popleft", "popitem", "remove"})
 _DETACHING = frozenset({"detach", "item", "detach_"})
@@ -127,14 +130,14 @@ class _Search:
                 yield self._container(name, value, scope, tensors, len(items))
             elif issubclass(kind, tuple) and holding:
                 yield from self._variable(name, tensors[0], scope)
-            elif depth < 2:
+            elif depth < MAX_DEPTH:
                 for item in items:
                     yield from self._of(name, item, scope, depth + 1)
             return
         if issubclass(kind, nn.Module):
             for module in value.modules():
                 yield from self._attributes(type(module).__name__, module, depth)
-        elif depth < 2:
+        elif depth < MAX_DEPTH:
             yield from self._attributes(name, value, depth)
 
     def _attributes(self, name: str, value: Any, depth: int) -> Iterator[Holder]:
@@ -227,8 +230,8 @@ class _Uses(ast.NodeVisitor):
         return None if is_reset else SourceLine(self._path, line, "")
 
     def _is_name(self, part: ast.AST) -> bool:
-        while isinstance(part, (ast.Subscript, ast.Starred)):
-            part = part.value
+        while isinstance(part, (ast.Subscript, ast.Starred)) or _is_item(part):
+            part = part.func.value if isinstance(part, ast.Call) else part.value  # type: ignore[attr-defined]
         if isinstance(part, ast.Attribute):
             return part.attr == self._name
         return isinstance(part, ast.Name) and part.id == self._name and not self._is_attribute
@@ -274,6 +277,12 @@ class _Uses(ast.NodeVisitor):
                 self._added.append((self._depth, node.lineno))
             self.removes |= function.attr in _REMOVING
         self.generic_visit(node)
+
+
+def _is_item(part: ast.AST) -> bool:
+    """Return whether an expression is ``name.setdefault(...)``, an item of the mapping."""
+    is_attribute = isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute)
+    return is_attribute and part.func.attr == "setdefault"  # type: ignore[attr-defined]
 
 
 @functools.lru_cache(32)

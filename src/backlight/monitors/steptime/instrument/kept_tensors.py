@@ -70,16 +70,21 @@ class KeptGraphs:
 
 
 class GraphMarks(Listener):
-    """Marks graphs of the steps in which it listens; ``step`` is set by its owner."""
+    """Marks graphs of the steps in which it listens; ``step`` is set by its owner.
+
+    ``under_anomaly`` is whether anomaly detection, which may end with backward, was on at the last one.
+    """
 
     every_step = False
 
     def __init__(self) -> None:
         self.step = 0
+        self.under_anomaly = False
         self._marks: dict[str, dict[int, list[weakref.ref[_Mark]]]] = {kind: {} for kind in MIN_MARKED}
 
     def backward_begin(self, roots: Sequence[torch.Tensor]) -> None:
         """Mark the roots."""
+        self.under_anomaly = torch.is_anomaly_enabled()
         for root in roots:
             self._mark("loss", root.grad_fn)
 

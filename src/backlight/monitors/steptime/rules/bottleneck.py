@@ -415,10 +415,10 @@ def _anomaly(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
             severity=Severity.WARNING,
             title="Anomaly detection is on: every step takes longer for it",
             detail=(
-                f"`torch.autograd.set_detect_anomaly` was on at the end of {count(steps, 'recorded step')}. "
-                "torch then keeps the stack of Python for every operation, and looks for NaN in every "
-                "gradient of the backward pass. Expected gain: often more than half of a step; unknown until "
-                "tried."
+                "`torch.autograd.set_detect_anomaly`, or `detect_anomaly`, was on in backward of "
+                f"{count(steps, 'recorded step')}. torch then keeps the stack of Python for every operation, "
+                "and looks for NaN in every gradient of the backward pass. Expected gain: often over half "
+                "of a step; unknown until tried."
             ),
             subject=Subject(rank=info.rank),
             evidence=(info_evidence(info, f"anomaly detection on at {steps} recorded steps"),),
