@@ -2,11 +2,11 @@
 
 For each error of `tests/faults/silent/` two runs without it are the good ones. A third run without it, with
 another seed, must contradict none of their facts; the run with the error should contradict one. Facts that
-rest on the findings of backlight's own rules are left out. `--public` compares runs of public programs, in
-the folders of stored runs that are given: each is held against the others of its folder.
+rest on the findings of backlight's own rules are left out. With `--public` each of the programs of
+`bench/healthy.py` runs three times, and each run is held against the two others.
 
     python bench/reference.py
-    python bench/reference.py --public build/repeats
+    python bench/reference.py --public ~/clones
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
+import signal
+import subprocess
 import sys
 import tempfile
 import warnings
@@ -23,16 +26,20 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
+from healthy.programs import PROGRAMS, Program
+from healthy.running import environment_of, execute, prepared
 
 import backlight
-from backlight.analysis.reference import compare_with
+from backlight.analysis.reference import FIRST_STEPS, compare_with
+from backlight.store.errors import StoreError
 from backlight.store.read.run import Run
 
-if str(Path(__file__).parent) in sys.path:  # it has another `ranks`
-    sys.path.remove(str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from faults.silent_runs import expected_faults
+
+REPEATS = 3
+"""Runs of each public program."""
 
 MONITORS = ("health", "correctness", "steptime")
 
@@ -67,30 +74,54 @@ def tried(name: str) -> tuple[str, list[str], list[str]]:
             return name, [], [f"not compared: {error}"]
 
 
-def compare_folder(folder: Path) -> tuple[int, int]:
-    """Print what runs of one program contradict in the others; return how many did, and of how many."""
-    runs = [backlight.open_run(path) for path in sorted(folder.iterdir()) if path.is_dir()]
-    wrong = 0
-    for run in runs:
-        facts = contradicted([each for each in runs if each is not run], run)
-        wrong += bool(facts)
-        if facts:
-            print(f"{folder.name} {run.name}: {'; '.join(facts)}")
-    return wrong, len(runs)
+def repeats(program: Program, clones: Path, work: Path, seconds: float) -> list[Run]:
+    """Return runs of a public program, each for some processor time."""
+    runs = []
+    for repeat in range(REPEATS):
+        folder, script = prepared(program, clones, work / str(repeat))
+        out = folder / "backlight-run"
+        starter = [sys.executable, "-m", "backlight", "run", "--out", str(out), str(script)]
+        execute([*starter, *shlex.split(program.arguments)], folder, environment_of(folder), seconds)
+        with contextlib.suppress(OSError, StoreError):
+            runs.append(backlight.open_run(out))
+    return [run for run in runs if run.last_step() >= FIRST_STEPS]
+
+
+def compare_public(clones: Path, work: Path, seconds: float, only: str) -> None:
+    """Print what runs of public programs contradict in their repeats, each of which holds the others good."""
+    false = compared = 0
+    for program in (each for each in PROGRAMS if any(part in each.name for part in only.split(","))):
+        try:
+            runs = repeats(program, clones, work, seconds)
+        except (OSError, subprocess.CalledProcessError) as error:
+            print(f"{program.name}: not started: {error}")
+            continue
+        if len(runs) < REPEATS:
+            print(f"{program.name}: not compared")
+            continue
+        for run in runs:
+            facts = contradicted([each for each in runs if each is not run], run)
+            false, compared = false + bool(facts), compared + 1
+            print(f"{program.name}: {'; '.join(facts) or '-'}", flush=True)
+    print(f"false: {false} of {compared} runs")
 
 
 def main() -> None:
     """Print one line for each error, and the totals."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="errors whose names contain this")
+    parser.add_argument("--only", default="", help="names that contain this, or one of several parts")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--public", type=Path, help="folder of a folder of runs for each public program")
+    parser.add_argument("--public", type=Path, help="folder of clones: compare runs of public programs")
+    parser.add_argument("--work", type=Path, default=Path("build/repeats"), help="folder of their runs")
+    parser.add_argument("--seconds", type=float, default=20.0, help="processor time of each of these runs")
     options = parser.parse_args()
     if options.public is not None:
-        counts = [compare_folder(path) for path in sorted(options.public.iterdir()) if path.is_dir()]
-        print(f"false: {sum(c[0] for c in counts)} of {sum(c[1] for c in counts)} runs")
+        # A shell starts what runs in the background with SIGINT ignored, and programs inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        compare_public(options.public.resolve(), options.work.resolve(), options.seconds, options.only)
         return
-    names = [name for name in expected_faults() if options.only in name]
+    parts = options.only.split(",")
+    names = [name for name in expected_faults() if any(part in name for part in parts)]
     false = named = compared = 0
     with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
         for name, of_repeat, of_error in pool.map(tried, names):

@@ -21,7 +21,7 @@ from backlight.monitors.correctness.model.habits import Habits
 from backlight.records import Severity
 from backlight.report.source import rate_labels
 from backlight.store.read.run import Run
-from backlight.text import count, listed, number
+from backlight.text import count, listed, number, percent
 
 FAR = 3.0
 """Factor by which a number lies outside all values of the good runs before it contradicts them."""
@@ -288,26 +288,29 @@ def _losses(good: Sequence[Run], run: Run) -> Iterator[ReferenceFact]:
         )
         if bad:
             return
-    firsts = [values[:FIRST_STEPS] for values in curves]
+    values = np.concatenate([values[:FIRST_STEPS] for values in curves])
     first = float(np.median(here[:FIRST_STEPS]))
-    values = np.concatenate(firsts)
-    if (values > 0).all() and first > 0:
+    is_positive = bool((values > 0).all()) and first > 0
+    # Of some losses, such as that of a regression, the first depends on how the weights are drawn.
+    if is_positive and max(values) < FAR * min(values):
         yield ReferenceFact("first losses", _range(values), number(first), _is_near(first, values))
     length = min(len(here), *map(len, curves))
-    if length >= 4 * FIRST_STEPS:
+    if length >= 4 * FIRST_STEPS and is_positive:
         falls = [_fall(values[:length]) for values in curves]
-        noise = max(float(np.std(np.diff(values[:length]))) for values in curves)
+        noise = max(float(np.std(np.diff(values[:length]))) / values[0] for values in curves)
         if min(falls) > 4 * noise:
             fall = _fall(here[:length])
             yield ReferenceFact(
-                f"fall of the loss over {count(length, 'step')}", _range(falls), number(fall),
+                f"fall of the loss over {count(length, 'step')}, of the first ones",
+                " to ".join(dict.fromkeys(map(percent, (min(falls), max(falls))))), percent(fall),
                 fall > LEAST_FALL * min(falls),
             )  # fmt: skip
 
 
 def _fall(values: Floats) -> float:
-    quarter = len(values) // 4
-    return float(np.median(values[:FIRST_STEPS]) - np.median(values[-quarter:]))
+    """Return by which share of the first losses the last quarter is lower."""
+    first, last = np.median(values[:FIRST_STEPS]), np.median(values[-(len(values) // 4) :])
+    return float(1 - last / first)
 
 
 def _norms(good: Sequence[Run], run: Run) -> Iterator[ReferenceFact]:

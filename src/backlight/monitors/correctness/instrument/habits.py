@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from backlight.capture.batches import plain_tensors
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB
-from backlight.capture.loss_graph import Node, below_shapes, first_input, kind_of, terms
+from backlight.capture.loss_graph import Node, below_shapes, first_input, inputs_of, kind_of, terms
 from backlight.capture.modules import walk
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import FIRST_STEPS, Check
@@ -148,6 +148,9 @@ class LoopHabits(Check):
 def _chain(kind: str, node: Node) -> str:
     """Return a loss function with the operations that made its input: ``NllLoss of LogSoftmax of Addmm``."""
     kinds = [kind]
-    while len(kinds) < OPERATIONS and (node := below_shapes(first_input(node))) is not None:
+    while len(kinds) < OPERATIONS:
+        node = below_shapes(first_input(node))
+        if node is None or not inputs_of(node):  # a parameter
+            break
         kinds.append(kind_of(node))
     return " of ".join(kinds)
