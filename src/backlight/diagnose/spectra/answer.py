@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from backlight.answer import Answer
+from backlight.answer import Answer, Table
 from backlight.diagnose.spectra.run import SpectraResult
 from backlight.measure.noise_scale import NoiseScale
 from backlight.monitors.spectra.model.echo_records import (
@@ -17,6 +17,7 @@ from backlight.monitors.spectra.model.echo_records import (
     layer_histories,
     layer_table,
 )
+from backlight.monitors.spectra.model.kept import kept_of, kept_table
 from backlight.store.read.run import Run
 from backlight.store.spectra import Layer, Measurement
 from backlight.text import listed
@@ -57,9 +58,16 @@ def answer(outcome: SpectraResult, run: Run) -> Answer:
             together,
         ),
         tuple(facts),
-        (layer_table(by_signal(last), SHOWN),) if last else (),
+        tuple(_tables(run, by_signal(last))),
         (*_notes(outcome), f"next: backlight report {outcome.path}"),
     )
+
+
+def _tables(run: Run, last: Sequence[LayerHistory]) -> Iterator[Table]:
+    if last:
+        yield layer_table(last, SHOWN)
+    if rows := kept_of(run, last):
+        yield kept_table(rows, SHOWN)
 
 
 def _together(histories: Sequence[LayerHistory]) -> NoiseScale | None:

@@ -22,6 +22,7 @@ from backlight.monitors.spectra.model.echo_records import (
     layer_histories,
     layer_table,
 )
+from backlight.monitors.spectra.model.kept import kept_of, kept_table
 from backlight.report.charts import Axis, Line, chart
 from backlight.report.panel import Drawn, Figures, MonitorSummary, NotMeasured, PanelFact, panel, tabular
 from backlight.report.source import Source
@@ -341,9 +342,29 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
 
 
 @panel(
+    "spectra_kept",
+    title="From spectra to action",
+    order=75,
+    series=("spectra/kept",),
+    note="Squared cosine between the gradient of a layer and what an optimizer makes of one replicate: the "
+    "replicate as it is (its share of signal), its strongest direction, the rank that keeps most, and all "
+    "directions with the same weight, as Muon and Shampoo take them. To first order a step of given length "
+    "lowers the loss by the root of it. Next to it the batch at which noise equals signal.",
+    monitor="spectra",
+    optional=True,
+)
+def spectra_kept(source: Source) -> Drawn | NotMeasured:
+    """List what is kept of the gradient of each layer."""
+    rows = kept_of(source.run, spectra_of(source)[:LAYERS])
+    if not rows:
+        return NotMeasured(source.reason("spectra", otherwise="No layer shows signal in its replicates."))
+    return tabular(kept_table(rows, LAYERS))
+
+
+@panel(
     "spectra",
     title="Spectra over replicates",
-    order=75,
+    order=76,
     series=("scalars/spectra", "arrays/spectra"),
     layers=True,
     note="Which directions of a layer's gradient are found again with other data. A band is an interval over "
@@ -374,7 +395,7 @@ def spectra(source: Source) -> Drawn | NotMeasured:
 @panel(
     "spectra_signal",
     title="Signal, noise and stable ranks over steps",
-    order=76,
+    order=77,
     series=("spectra/signal", "spectra/stable_rank"),
     note="Where the noise scale is far above the batch, steps are mostly noise; where it is far below, "
     "samples are spent on what is known. A noise scale has a gap where no signal was found; a share below "
@@ -407,7 +428,7 @@ NOISE_SCALE = (
 @panel(
     "noise_scale",
     title="Noise scale from single microbatches",
-    order=77,
+    order=78,
     series=("scalars/noise_scale",),
     note="The batch, in samples, at which noise and signal of the gradient are equal, of the parameters that "
     "were measured; a sample is what lies along the first dimension of what the model is called with; that "

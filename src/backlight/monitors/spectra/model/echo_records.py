@@ -119,7 +119,7 @@ def layer_table(histories: Sequence[LayerHistory], brief: int) -> Table:
     """Return the last measurement of layers."""
 
     def numbers(title: str, name: str) -> Column:
-        return Column(title, lambda history: history.last[name], _digits)
+        return Column(title, lambda history: history.last[name], digits)
 
     return Table(
         (
@@ -134,17 +134,22 @@ def layer_table(histories: Sequence[LayerHistory], brief: int) -> Table:
     )  # fmt: skip
 
 
-def _digits(value: float) -> str:
+def digits(value: float) -> str:
+    """Return a number of a layer in three digits."""
     if math.isnan(value):
         return NOT_MEASURED
     return "no signal" if math.isinf(value) else number(value, 3)
 
 
-def _interval(history: LayerHistory) -> str:
-    low, high = history.last["noise_scale_low"], history.last["noise_scale_high"]
+def between(low: float, high: float) -> str:
+    """Return the interval of a noise scale, as a cell of a table has it."""
     if math.isnan(low):
         return NOT_MEASURED
     return f"> {low:.2g}" if math.isinf(high) else f"{low:.2g}-{high:.2g}"
+
+
+def _interval(history: LayerHistory) -> str:
+    return between(history.last["noise_scale_low"], history.last["noise_scale_high"])
 
 
 def record_layer(writer: Recorder, layer: Layer) -> None:
