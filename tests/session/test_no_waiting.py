@@ -65,11 +65,15 @@ def test_step_path_never_synchronizes(name: str, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(samples_monitor, "is_accelerator", lambda _device: True)
     with counting() as alone:
         CASES[name].train()
-    watch = backlight.watch(run=tmp_path / "run", every=1, health={"histogram": True})
+    options = {"health": {"histogram": True}, "activations": {"every": 1, "rank": True}}
+    watch = backlight.watch(run=tmp_path / "run", every=1, monitors="+activations", **options)
     with watch, counting() as watched:
         CASES[name].train()
     assert watched.calls > alone.calls, "the mode counted no operation of backlight"
     assert watched.reads == alone.reads
+    assert any(
+        name.startswith("activations/rank/") for name in backlight.open_run(tmp_path / "run").scalar_names()
+    )
 
 
 @pytest.mark.slow
@@ -101,7 +105,8 @@ def test_counting_mode_detects_a_read(tmp_path: Path, monkeypatch: pytest.Monkey
     ],
 )
 def test_one_transfer_per_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with backlight.watch(run=tmp_path / "usual", every=1, health={"histogram": True}):
+    options = {"health": {"histogram": True}, "activations": {"every": 1}, "monitors": "+activations"}
+    with backlight.watch(run=tmp_path / "usual", every=1, **options):
         CASES[name].train()
     sent = []
     original = transfer.start_copy
@@ -110,12 +115,14 @@ def test_one_transfer_per_step(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         transfer, "start_copy", lambda table: (sent.append(table.numel()), original(table))[1]
     )
-    with backlight.watch(run=tmp_path / "carried", every=1, health={"histogram": True}):
+    with backlight.watch(run=tmp_path / "carried", every=1, **options):
         CASES[name].train()
     assert len(sent) == CASES[name].steps
     usual, carried = (backlight.open_run(tmp_path / run) for run in ("usual", "carried"))
     assert usual.scalar_names() == carried.scalar_names()
-    for scalar in ("loss", "clip/norm", "scaler/scale", "total_norm"):
+    sizes = [name for name in usual.scalar_names() if name.startswith("activations/")]
+    assert sizes
+    for scalar in ("loss", "clip/norm", "scaler/scale", "total_norm", *sizes):
         assert np.array_equal(usual.scalar(scalar).values, carried.scalar(scalar).values)
     for series, column in (
         ("gradient", "norm"),

@@ -146,6 +146,26 @@ def test_recorded_step_copies_once_without_waiting_and_others_copy_the_loss(tmp_
     assert run.scalar("loss").steps.tolist() == list(range(31))
 
 
+def test_activations_are_those_of_the_cpu_without_waiting(tmp_path: Path) -> None:
+    runs = []
+    for device in ("cpu", "sim"):
+        model, optimizer = build(device)
+        x, y = batches(device, 1)[0]
+        path = tmp_path / device
+        with backlight.watch(model, optimizer, run=path, monitors="activations", activations={"every": 1}):
+            for _ in range(STEPS):
+                with simulated.no_synchronization():
+                    step(model, optimizer, x, y)
+        runs.append(backlight.open_run(path))
+    host, run = runs
+    names = [name for name in host.scalar_names() if name.startswith("activations/")]
+    assert {name.split("/")[1] for name in names} >= {"rms", "gradient", "zeros", "spread", "input_spread"}
+    for name in names:
+        expected, scalar = host.scalar(name), run.scalar(name)
+        assert scalar.steps.tolist() == expected.steps.tolist() == list(range(STEPS))
+        assert np.allclose(scalar.values, expected.values, rtol=1e-4, atol=1e-6)
+
+
 def test_default_monitors_never_wait(tmp_path: Path) -> None:
     model, optimizer = build("sim")
     x, y = batches("sim", 1)[0]
