@@ -24,7 +24,7 @@ ANY = "any"
 
 
 class WatchedSteps:
-    """Context manager around a script: ``observer``, and a watch with the default monitors around it.
+    """Context manager around a script: ``observer``, and a watch with the default monitors and activations around it.
 
     The run is in ``out``, or until :meth:`close` in a temporary directory.
     """
@@ -52,7 +52,8 @@ class WatchedSteps:
         if out is None:
             folder = tempfile.TemporaryDirectory(prefix="backlight-check-", ignore_cleanup_errors=True)
             out = Path(self._temporary.enter_context(folder)) / Path(self._script).stem
-        settings = Settings.of({"every": 1, "quiet": True})
+        steps = {"every": 1, "monitors": "+activations", "activations": {"every": 1}}
+        settings = Settings.of({**steps, "quiet": True})
         self._watch = Watch((), (), settings, out, script=self._script, arguments=self._arguments)
         self._watch.reading = self._reading
         self._entered.enter_context(self._watch)
