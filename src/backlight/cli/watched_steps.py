@@ -24,7 +24,7 @@ ANY = "any"
 
 
 class WatchedSteps:
-    """Context manager around a script: ``observer``, and a watch with the default monitors and activations around it.
+    """Context manager around a script: ``observer``, and around it the default monitors and activations.
 
     The run is in ``out``, or until :meth:`close` in a temporary directory.
     """
