@@ -156,6 +156,9 @@ class Listener:
     def averaged(self, average: torch.nn.Module, count: int) -> None:
         """``update_parameters`` of an AveragedModel is about to run, ``count`` times after the first."""
 
+    def copy_begin(self, module: torch.nn.Module) -> None:
+        """A copy of a trained model that a check follows is about to be called."""
+
     def emptied(self, module: torch.nn.Module) -> None:
         """``module.to_empty()`` has returned."""
 

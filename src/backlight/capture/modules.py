@@ -100,6 +100,9 @@ class Registration:
     line: SourceLine | None
 
 
+MAX_COPIES = 4096
+"""Modules that were built by ``deepcopy`` and are remembered, at most, with those in them."""
+
 MAX_REGISTRATIONS = 256
 """Registrations that are recorded, at most."""
 
@@ -114,6 +117,7 @@ class SeenModules:
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[nn.Module], str]] = {}
         self._modeless: set[int] = set()
+        self.copies: dict[int, weakref.ref[nn.Module]] = {}
         self._places: dict[int, _Place] = {}
         self._ties: list[tuple[_Place, _Place]] = []
         self.changes = 0
@@ -128,6 +132,16 @@ class SeenModules:
     def note_mode(self, module: nn.Module) -> None:
         """Remember that ``train`` or ``eval`` of ``module`` was called."""
         self._modeless.discard(id(module))
+        # A deepcopy registers nothing.
+        if id(module) not in self._modules and len(self.copies) < MAX_COPIES:
+            self.copies[id(module)] = weakref.ref(module)
+
+    def copied_roots(self) -> list[nn.Module]:
+        """Return the living copies whose ``train`` or ``eval`` was called, without the modules in them."""
+        alive = [module for reference in self.copies.values() if (module := reference()) is not None]
+        self.copies = {id(module): weakref.ref(module) for module in alive}
+        children = {id(child) for module in alive for child in table_of(module, "_modules").values()}
+        return [module for module in alive if id(module) not in {*children, *self._modules}]
 
     def is_modeless(self, module: nn.Module) -> bool:
         """Return whether ``module`` was built under the hooks, and neither ``train`` nor ``eval`` called."""

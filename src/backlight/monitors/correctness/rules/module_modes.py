@@ -153,6 +153,51 @@ class InitialStatistics(Fact, rule="module_modes", kind="initial_statistics"):
         )
 
 
+class AverageStatistics(Fact, rule="module_modes", kind="average_statistics"):
+    """Batch norms of an average of weights use the statistics that they were built with."""
+
+    model: str
+    names: Names
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.model}, an average of weights, has the initial statistics of batch norm",
+            f"At step {self.step} {self.model} was evaluated with weights that follow those of the trained "
+            f"model. The running mean of {self.names} is 0 and the running variance 1, as they were built: "
+            "statistics are buffers, and only the parameters were averaged.",
+            module=self.names.first[0],
+            evidence=(self.names.count, "modules"),
+            fix=(
+                "Copy the buffers of the model at each update, as `torch.optim.swa_utils.AveragedModel` "
+                "does, or call `update_bn(loader, average)` before the evaluation."
+            ),
+            refuted_if="`running_mean` and `running_var` of these modules differ from 0 and 1.",
+        )
+
+
+class SpectralVector(Fact, rule="module_modes", kind="spectral_vector"):
+    """Vectors of spectral norm, whose length is 1 by definition, have another one in an evaluation."""
+
+    model: str
+    names: Names
+    length: float
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"The vectors of spectral norm in {self.model} are not of length 1",
+            f"At step {self.step} {self.model}, an average of weights, was evaluated, and the left vector of "
+            f"{self.names} had the length {phrases.number(self.length)}: the estimate that the weights are "
+            "divided by is wrong by that factor. The mean of unit vectors is none.",
+            module=self.names.first[0],
+            evidence=(self.length, "length"),
+            fix=(
+                "Copy these buffers from the model instead of averaging them, or run one batch of the "
+                "average in training mode before the evaluation."
+            ),
+            refuted_if="`_u.norm()` of these modules is 1.",
+        )
+
+
 class TrainNotCalled(Fact, rule="module_modes", kind="train_not_called"):
     """A class ``does`` something in a ``train`` of its own, which was never called."""
 

@@ -154,9 +154,29 @@ class StepWithoutEffect(_Unchanged, rule="weights_unchanged", kind="no_effect"):
         )
 
 
+class AverageNeverUpdated(Fact, rule="weights_unchanged", kind="average"):
+    """An average of weights was evaluated at several steps up to ``last``, and never updated in the run."""
+
+    model: str
+    last: int
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.model} is evaluated, and never updated",
+            f"From step {self.step} to step {self.last} {self.model} was evaluated with the weights that it "
+            "was created with: `update_parameters` was not called, and `n_averaged` is 0.",
+            module=self.model,
+            evidence=(self.last, "step"),
+            fix="Call `average.update_parameters(model)` after `optimizer.step()`.",
+            refuted_if="the run ended before the step at which the average is to begin.",
+        )
+
+
 @rule("weights_unchanged", monitor="correctness", limits=WeightsUnchangedLimits)
 def weights_unchanged(run: Run, limits: WeightsUnchangedLimits) -> Iterator[Finding]:
-    """Find steps that most weights with a gradient did not take, and steps that do nothing."""
+    """Find steps that most weights with a gradient did not take, steps that do nothing, and dead averages."""
+    if averages := facts_of(run, AverageNeverUpdated):
+        yield finding_on(averages)
     facts = facts_of(run, RoundedStep)
     if ineffective := facts_of(run, StepWithoutEffect):
         yield finding_on(ineffective)
