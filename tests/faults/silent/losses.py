@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from faults.silent.loop import STEPS, batches, control, fault, perceptron, train
 
@@ -403,3 +403,69 @@ def ctc_of_targets_in_one_row() -> None:
         return F.ctc_loss(out, target[0], [FRAMES] * 8, target[1].tolist())
 
     train(Recogniser(), data=data, loss_of=loss_of, is_compiled=False)
+
+
+CLASSES = 4
+
+
+def labelled(order: Callable[[Tensor], Tensor], per_class: int = 64) -> TensorDataset:
+    """Return samples of several classes, whose labels are in the order of a function."""
+    y = order(torch.arange(CLASSES).repeat_interleave(per_class))
+    return TensorDataset(torch.randn(len(y), 4) + y[:, None], y)
+
+
+def train_epochs(epochs: int, *loaders: DataLoader[Any]) -> None:
+    model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(epochs):
+        for loader in loaders:
+            train(model, optimizer, loader=loader)
+
+
+def as_they_are(labels: Tensor) -> Tensor:
+    return labels
+
+
+@fault(rule="loss_input", kind="sorted", severity="warning", step=8, names="sorted by class")
+def batches_sorted_by_class(injected: bool) -> None:
+    train_epochs(2, DataLoader(labelled(as_they_are), batch_size=16, shuffle=not injected))
+
+
+@fault(rule="loss_input", kind="sorted", severity="warning", step=9, names="sorted by class")
+def batches_sorted_downwards_with_mixed_borders(injected: bool) -> None:
+    def order(labels: Tensor) -> Tensor:
+        return labels.flip(0) if injected else labels[torch.randperm(len(labels))]
+
+    train_epochs(1, DataLoader(labelled(order, per_class=60), batch_size=16))
+
+
+@control
+def data_shuffled_before_training() -> None:
+    train_epochs(2, DataLoader(labelled(lambda y: y[torch.randperm(len(y))]), batch_size=16))
+
+
+@control
+def classes_interleaved_in_blocks() -> None:
+    """Batches of one class each, in turn."""
+    blocks = torch.arange(CLASSES).repeat(6).repeat_interleave(16)
+    train_epochs(1, DataLoader(labelled(lambda y: blocks), batch_size=16))
+
+
+@control
+def tasks_one_after_the_other() -> None:
+    """Class-incremental learning: a loader for each class."""
+    data = labelled(as_they_are)
+    parts = [Subset(data, range(64 * c, 64 * c + 64)) for c in range(CLASSES)]
+    train_epochs(1, *(DataLoader(part, batch_size=16) for part in parts))
+
+
+@control
+def batches_of_one_class_by_a_sampler() -> None:
+    data = labelled(as_they_are)
+    order = [list(range(16 * b, 16 * b + 16)) for b in range(len(data) // 16)]
+    train_epochs(1, DataLoader(data, batch_sampler=order))
+
+
+@control
+def sorted_data_with_few_samples_in_a_batch() -> None:
+    train_epochs(1, DataLoader(labelled(as_they_are, per_class=8), batch_size=2))

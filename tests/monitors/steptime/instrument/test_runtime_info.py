@@ -143,3 +143,41 @@ def test_graph_breaks_and_recompilations_are_found(tmp_path: Path) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     assert compilation() is None
+
+
+def run_compiled_step(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Take three steps, each of which is compiled with its backward."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(step, backend="eager")
+    for _ in range(3):
+        compiled(torch.randn(2, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_hooks_on_a_compiled_step_are_no_graph_breaks_of_the_script(tmp_path: Path) -> None:
+    counted = []
+    for is_watched in (False, True):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        if is_watched:
+            with backlight.watch(model, optimizer, run=tmp_path / "run", monitors=("steptime",), every=1):
+                run_compiled_step(optimizer, model)
+        else:
+            run_compiled_step(optimizer, model)
+        counted.append(dict(torch._dynamo.utils.counters["stats"]))
+    assert counted[0] == counted[1]  # graphs, and operations in them
+    facts = backlight.open_run(tmp_path / "run").events("runtime_info")[0].payload["compilation"]
+    assert facts["graphs"] == counted[1]["unique_graphs"]
+    assert sorted(facts["graph_breaks"]) == [
+        "Attempted to inline function marked as skipped",  # Optimizer.zero_grad, as without hooks
+        "Unsupported Tensor.backward() call",
+    ]

@@ -39,7 +39,7 @@ def copied_generator(data: Any) -> str:
     fields = getattr(data, "__dict__", {})
     owners = [("", data, "__getitem__"), *((f"{name}.", part, "__call__") for name, part in fields.items())]
     for prefix, owner, entry in owners:
-        codes = list(_reachable(type(owner), entry))
+        codes = list(reachable_code(type(owner), entry))
         steps = [step for code in codes for step in dis.get_instructions(code)]
         names = {str(step.argval) for step in steps}
         stored = {str(step.argval) for step in steps if step.opname == "STORE_ATTR"}
@@ -49,7 +49,7 @@ def copied_generator(data: Any) -> str:
     return ""
 
 
-def _reachable(kind: type, entry: str) -> Iterator[CodeType]:
+def reachable_code(kind: type, entry: str) -> Iterator[CodeType]:
     """Yield the code of a method, and of the methods of its class that it names."""
     pending, done = [entry], set()
     while pending:

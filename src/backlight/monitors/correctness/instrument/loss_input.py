@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -30,6 +32,7 @@ from backlight.capture.loss_graph import (
     terms,
 )
 from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.instrument.loader_batches import data_of, kind_of_sampler
 from backlight.monitors.correctness.model.facts import Fact
 from backlight.monitors.correctness.rules import loss_input as facts
 from backlight.user_code import user_line
@@ -369,8 +372,36 @@ _LAYERS = kinds("Addmm Mm Linear Convolution")
 """What makes the scores of a classifier. Those of a contrastive loss are similarities, all of class 0."""
 
 
+SORTED_CLASSES, SORTED_SAMPLES = 3, 8
+"""Classes that follow one another in an epoch, and targets of each step, before they count as sorted."""
+
+
+@dataclass
+class _Epoch:
+    """The classes of steps with one class each, in order, in an epoch of a loader that does not shuffle."""
+
+    iterator: weakref.ref[Any]
+    order: list[int] = field(default_factory=list)
+    steps: int = 0
+    is_mixed: bool = False
+
+    def add(self, low: int, high: int, targets: int) -> None:
+        """Add a step; one at which a class ends may have two."""
+        last = self.order[-1] if self.order else None
+        if low == high:
+            self.steps += 1
+            self.is_mixed = self.is_mixed or (low != last and low in self.order)
+            self.order += [low] * (low != last)
+        else:
+            self.is_mixed = last not in {low, high} or (high if last == low else low) in self.order
+        self.is_mixed = self.is_mixed or targets < SORTED_SAMPLES
+
+
 class LossTargets(Check):
-    """Whether every target that cross-entropy got so far is the same class; another one ends the check."""
+    """Whether all targets that cross-entropy got so far are one class, or come sorted by class.
+
+    A step of several classes ends the check.
+    """
 
     name = "loss_targets"
     steps = "all"
@@ -379,6 +410,17 @@ class LossTargets(Check):
         self._class: int | None = None
         self._is_classified = False
         self._steps = self._targets = self._ignored = self._ignored_steps = 0
+        self._is_over = False  # a target of another class has come
+        self._epoch: _Epoch | None = None
+        self._data = ""
+
+    def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
+        """Note an epoch whose order is that of the data set."""
+        epoch = self._epoch
+        if epoch is None or epoch.iterator() is not iterator or index == 0:
+            sampler = kind_of_sampler(getattr(iterator, "_index_sampler", None))
+            self._epoch = _Epoch(weakref.ref(iterator)) if sampler == "SequentialSampler" else None
+            self._data = data_of(iterator)
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Compare the targets of the losses below."""
@@ -393,11 +435,13 @@ class LossTargets(Check):
             filled = [node for node in losses if node._saved_target.numel()]
             sizes = [node._saved_target.numel() for node in filled]
             values = [value for node in filled for value in _extent(node)]
-            self.when_known(functools.partial(self._note, self.step, sizes), *values)
+            self.when_known(functools.partial(self._note, self.step, sizes, self._epoch), *values)
         elif roots and not self._is_classified:
             HUB.remove(self)  # another loss
 
-    def _note(self, step: int, sizes: Sequence[int], *values: NDArray[np.generic]) -> None:
+    def _note(
+        self, step: int, sizes: Sequence[int], epoch: _Epoch | None, *values: NDArray[np.generic]
+    ) -> None:
         extents = np.array(values, np.int64).reshape(-1, 3)  # lowest and highest class, and how many targets
         extents[:, 2] = sizes - extents[:, 2]
         extents = extents[extents[:, 2] > 0]
@@ -406,6 +450,12 @@ class LossTargets(Check):
             return
         if self._ignored_steps >= IGNORED_STEPS and not self._steps:
             self.report(facts.TargetsCount(step))
+        if epoch is not None and not epoch.is_mixed:
+            self._note_order(step, epoch, extents)
+        if self._is_over:
+            if epoch is None or epoch.is_mixed:
+                HUB.remove(self)
+            return
         self._class = int(extents[0, 0]) if self._class is None else self._class
         is_reported = self._is_due()
         is_over = bool((extents[:, :2] != self._class).any())
@@ -415,8 +465,16 @@ class LossTargets(Check):
             self.report(facts.OneClass(step, self._class, self._targets, self._steps))
         elif is_over and is_reported:
             self.report(facts.SeveralClasses(step))
-        if is_over:
+        self._is_over = is_over
+        if is_over and (epoch is None or epoch.is_mixed):
             HUB.remove(self)
+
+    def _note_order(self, step: int, epoch: _Epoch, extents: NDArray[np.int64]) -> None:
+        """Report an epoch in which each class follows the one before."""
+        epoch.add(int(extents[:, 0].min()), int(extents[:, 1].max()), int(extents[:, 2].sum()))
+        if not epoch.is_mixed and epoch.steps >= CLASS_STEPS and len(epoch.order) >= SORTED_CLASSES:
+            self.report(facts.SortedTargets(step, self._data, len(epoch.order), epoch.steps))
+            epoch.is_mixed = True
 
     def _note_ignored(self, step: int, targets: int) -> None:
         """Report losses of ignored targets alone, as long as no target has counted."""

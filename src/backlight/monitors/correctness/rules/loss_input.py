@@ -210,6 +210,23 @@ class OneClass(_Misuse, rule="loss_input", kind="one_class"):
     refuted_if = "a batch has a target of another class."
 
 
+class SortedTargets(_Misuse, rule="loss_input", kind="sorted"):
+    """Steps of one class each follow one another class by class, in an epoch of a loader."""
+
+    data: str
+    classes: int
+    batches: int
+
+    title = "The batches come sorted by class"
+    detail = (
+        "Up to step {step} of an epoch {batches} batches of {data} held targets of one class each, {classes} "
+        "classes one after the other, and none came back. The loader does not shuffle: the model learns each "
+        "class and forgets the one before."
+    )
+    fix = "Create the loader with `shuffle=True`, or shuffle the data once before the training."
+    refuted_if = "a batch in the middle of the epoch has targets of several classes."
+
+
 class TargetsTooLong(_Misuse, rule="loss_input", kind="ctc"):
     """``count`` of the targets of ``ctc_loss`` need more frames than there are: so many, of one of them."""
 

@@ -176,6 +176,28 @@ class CopiedGenerator(_Repetition, rule="repeated_data", kind="generator"):
     refuted_if = "the numbers that two workers draw differ."
 
 
+class ChangedByReading(_Repetition, rule="repeated_data", kind="changed"):
+    """Reading a sample changes what is stored, by the same function in each epoch."""
+
+    data: str
+    attribute: str
+    before: float
+    now: float
+    line: str
+
+    cited = "attribute"
+    title = "Reading {data} changes the samples that it stores"
+    detail = (
+        "At the start of three epochs `{attribute}` of {data}{where} had other values, each the same linear "
+        "function of those before (their mean was {before:.3g} in the first epoch and is {now:.3g} at step "
+        "{step}): what scales a sample in place scales it again in every epoch."
+    )
+    fix = (
+        "Copy the sample before it is changed, `x = self.{attribute}[index].clone()`, or write `x = x / 255`."
+    )
+    refuted_if = "the stored samples are to change from epoch to epoch."
+
+
 class SingleRow(_Repetition, rule="repeated_data", kind="row"):
     """A field of a batch has one row, and ``others`` as many as there are samples."""
 

@@ -61,6 +61,39 @@ class _Trained(Fact):
     about: ClassVar[str] = "model"
 
 
+class FrozenRowsMove(_Trained, rule="trained_tensors", kind="frozen_rows"):
+    """A script makes the gradients of ``frozen`` of the ``rows`` of a parameter zero, and these rows move."""
+
+    about = "parameter"
+    parameter: str
+    rows: int
+    frozen: int
+    decay: float
+    optimizer: str
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        by_decay = f"a weight decay of {phrases.number(self.decay)}"
+        cause = by_decay if self.decay else "moments of earlier gradients"
+        hook = f" (a hook{phrases.at_line(self.line)} changes them)" if self.line else ""
+        return self.finding(
+            f"Rows of `{self.parameter}` whose gradients are set to zero still move",
+            f"Up to step {self.step} the gradients of {self.frozen:,} of the {self.rows:,} rows of "
+            f"`{self.parameter}` were zero whenever {self.optimizer} stepped, although backward gave them "
+            f"values{hook}. Their weights changed all the same: {self.optimizer} has {cause}.",
+            parameter=self.parameter,
+            line=self.line,
+            evidence=(self.frozen, "rows"),
+            fix=(
+                "Put the frozen rows into a tensor of their own with `requires_grad=False`, or give "
+                "the parameter a group with `weight_decay=0.0`."
+                if self.decay
+                else "Put the frozen rows into a tensor of their own with `requires_grad=False`."
+            ),
+            refuted_if="these rows are meant to decay, or are written by something else.",
+        )
+
+
 class Joined(_Trained, rule="trained_tensors", kind="joined"):
     """An optimizer now holds so many parameters of a model that were reported as being in none."""
 

@@ -7,6 +7,7 @@ torch keeps under private names is read in one place each; where it is gone, the
 from __future__ import annotations
 
 import os
+import re
 import resource
 import sys
 from collections import Counter
@@ -105,6 +106,13 @@ def memory() -> dict[str, Any]:
     return {"where": "process", "peak": int(peak), "capacity": int(pages)}
 
 
+OF_HOOKS = re.compile(
+    r"function <function install_\w+\.<locals>\."
+    r"|function `backward` in file `\S*torch.autograd.__init__\.py`"
+)
+"""Reasons of the breaks that hooks on steps and backward passes add where torch has breaks of its own."""
+
+
 def compilation() -> dict[str, Any] | None:
     """Return what torch.compile counted; None where it was not used or the counters are missing."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
@@ -115,7 +123,8 @@ def compilation() -> dict[str, Any] | None:
     compiled = list(getattr(utils, "get_compilation_metrics", list)())
     breaks: Counter[str] = Counter()
     for reason, count in (counters.get("graph_break") or {}).items():
-        breaks[_first(reason)] += int(count)
+        if OF_HOOKS.search(str(reason)) is None:
+            breaks[_first(reason)] += int(count)
     skipped = {_first(why) for row in compiled if (why := getattr(row, "cudagraph_skip_reason", None))}
     return {
         "graphs": int((counters.get("stats") or {}).get("unique_graphs", 0)),
