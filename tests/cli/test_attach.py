@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from backlight.cli.commands.attach import process_answer
+import backlight
+from backlight.cli.commands.attach import print_stacks, process_answer, stack_lines
 from backlight.cli.console import print_answer
 from backlight.records import DiagnosisKind, Phase
-from backlight.watchdog.attach import Attached
+from backlight.watchdog.attach import Attached, attach
 from backlight.watchdog.stacks import Frame, StackSample, ThreadStack
 from backlight.watchdog.text import Diagnosis
 from flight_dumps import dumped, entry, write
+from observed_processes import PY_SPY, Start, starting, wait_until_in
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -71,6 +73,56 @@ def test_threads_and_frames_are_printed_in_part_without_full(capsys: pytest.Capt
     assert len(lines) <= 25
     print_answer(process_answer(found, full=True), as_json=False, full=True)
     assert len(capsys.readouterr().out.splitlines()) > 9 * 30
+
+
+def test_stacks_of_one_kind_are_listed_once_and_those_of_backlight_counted() -> None:
+    loop, wait = Frame("/home/me/train.py", 5, "main"), Frame("/lib/python3.11/threading.py", 331, "wait")
+    watcher = Frame(backlight.__file__, 1, "run")
+    threads = (
+        *(ThreadStack(8 + i, (wait,) * 9, name=f"pool-{i}") for i in range(3)),
+        ThreadStack(20, (wait, watcher), name="sampler"),
+        ThreadStack(7, (loop,), name="MainThread", tid=7, holds_gil=True),
+    )
+    sample = StackSample(0, "py-spy", threads)
+    lines = list(stack_lines(sample, 7))
+    assert lines[:3] == [
+        "  MainThread, holds the interpreter lock:",
+        "    train.py:5 in main",
+        "  pool-0 and 2 other threads:",
+    ]
+    assert lines[-2:] == ["    and 1 more frame", "  and 1 thread of backlight"]
+    assert sum("threading.py:331" in line for line in stack_lines(sample, 7, full=True)) == 9
+
+
+@PY_SPY
+@pytest.mark.slow
+def test_stacks_come_before_the_diagnosis(capfd: pytest.CaptureFixture[str]) -> None:
+    with starting() as start:
+        _stacks_come_first(start, capfd)
+
+
+def _stacks_come_first(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    process = start("""
+        import threading
+        def stuck(lock):
+            lock.acquire()
+            lock.acquire()
+        stuck(threading.Lock())
+    """)
+    wait_until_in(process, "stuck")
+    print_answer(process_answer(attach(process.pid, 0.6)), as_json=False, full=True)
+    alone = capfd.readouterr().out.splitlines()
+    assert print_stacks(process.pid)
+    first = capfd.readouterr().out.splitlines()
+    assert first[0].startswith(f"process {process.pid}: ")
+    assert first[1:] == [
+        "  MainThread, waits for a lock:",
+        "    <string>:5 in stuck",
+        "    <string>:6 in <module>",
+        "observing ...",
+    ]
+    assert alone[0].startswith("BLOCKED: the main thread waits for a lock at <string>:5 in stuck")
+    assert not print_stacks(2**22 + 1)  # no process
 
 
 @pytest.mark.slow

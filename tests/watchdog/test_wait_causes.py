@@ -22,6 +22,7 @@ from backlight.store.read.run import open_run
 from backlight.watchdog import waits
 from backlight.watchdog.attach import attach, attach_job, observe
 from backlight.watchdog.stacks import Frame, ThreadStack, dump_by_py_spy
+from backlight.watchdog.text import describe
 from backlight.watchdog.waits import INPUT, TABLE, WaitName, name_wait
 from observed_processes import (
     PY_SPY,
@@ -130,6 +131,7 @@ def test_worker_of_a_loader_that_was_killed(start: Start, tmp_path: Path) -> Non
         DiagnosisKind.PASS,
         True,
     )
+    assert "which computes (`<string>:1" in found.claim  # and its line
     os.kill(worker, signal.SIGKILL)
     found = diagnosed(process)
     assert found.kind is DiagnosisKind.BLOCKED
@@ -146,6 +148,9 @@ def test_worker_of_a_loader_that_idles_has_no_cause(start: Start, tmp_path: Path
     wait_until_in(process, "dataloader.py")
     obs, cause = observe(process.pid, 0.8)
     assert (obs.cause, cause.kind) == (None, DiagnosisKind.BLOCKED)
+    text = describe(cause)
+    assert f"worker {worker} at <string>:13 in Data.__getitem__" in text.claim  # where it is, all the same
+    assert text.next_check == "find out what should end this wait at <string>:13 in Data.__getitem__"
 
 
 EXHAUSTED = """

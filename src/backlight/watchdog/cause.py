@@ -17,9 +17,11 @@ from backlight.watchdog.diagnosis import HIGH, LOW, MEDIUM, BackwardSpeed, Cause
 from backlight.watchdog.graph_samples import find_largest_share
 from backlight.watchdog.observation import (
     MAX_IDLE_SCHEDULED,
+    MIN_CORE_SHARE,
     MIN_NATIVE,
     Observation,
     StackSummary,
+    hardly_ran,
     is_starved,
     main_stacks,
     summarize_stacks,
@@ -37,7 +39,7 @@ from backlight.watchdog.stacks import (
     recomputed_region,
     user_frame,
 )
-from backlight.watchdog.timeouts import EXEMPT_PHASES, StallLimits, timeout_of
+from backlight.watchdog.timeouts import EXEMPT_PHASES, StallLimits, timeout_of, waiting_timeout_of
 from backlight.watchdog.waits import WaitName
 
 MIN_HEARTBEATS = 3
@@ -84,7 +86,11 @@ def cause_of(obs: Observation, limits: StallLimits, timeout_s: float | None = No
     if state.is_closed:
         return None
     is_exempt = state.phase in EXEMPT_PHASES and not state.inside
-    timeout_s = timeout_of(state, limits) if timeout_s is None or is_exempt else timeout_s
+    if timeout_s is None or is_exempt:
+        # What computes elsewhere is waited for, and gets the time of work.
+        computes = obs.children_compute or (obs.cause is not None and obs.cause.progresses)
+        waits = is_idle(obs, limits) and not computes
+        timeout_s = waiting_timeout_of(state, limits) if waits else timeout_of(state, limits)
     if timeout_s is None:
         return None
     summary = summarize_stacks(obs, limits)
@@ -280,7 +286,7 @@ def _in_backward(obs: Observation, state: StateSnapshot, summary: StackSummary, 
             holds_interpreter=bool(obs.samples) and obs.holds_interpreter and not summary.native,
             **same,
         )
-    if is_starved(obs.thread_cpu, obs.scheduled):
+    if is_starved(obs.thread_cpu, obs.scheduled) and (summary.native or _ran_shortly(obs, state, limits)):
         return unknown(What.STARVED_OF_CORES)
     if not _is_busy(obs, limits):
         return unknown(What.PAUSES)
@@ -322,6 +328,12 @@ def is_idle(obs: Observation, limits: StallLimits) -> bool:
     used = _used_cpu(obs)
     queues = obs.scheduled is not None and obs.scheduled > MAX_IDLE_SCHEDULED
     return used is not None and used <= limits.idle and not queues and (obs.cpu is None or obs.cpu <= 1.0)
+
+
+def _ran_shortly(obs: Observation, state: StateSnapshot, limits: StallLimits) -> bool:
+    """Return whether a starved thread has run for less since its last progress than one that just is not."""
+    timeout_s = timeout_of(state, limits) or limits.floor
+    return (obs.thread_cpu or 0.0) * state.silence_s < MIN_CORE_SHARE * timeout_s
 
 
 def _is_busy(obs: Observation, limits: StallLimits) -> bool:
@@ -371,6 +383,7 @@ def _cause_from_outside(obs: Observation) -> Cause:
         frame=frame,
         named=obs.cause,
         wait=obs.wait,
+        workers=obs.workers,
         holds_interpreter=holds,
         function=function,
         waits=bool(threads) and in_collective(threads[0]),
@@ -385,7 +398,7 @@ def _shown_outside(obs: Observation, threads: list[ThreadStack], frames: list[Fr
         return What.FEW_STACKS
     if any(frame != frames[-1] for frame in frames):
         return What.STACK_CHANGES
-    if is_starved(obs.thread_cpu, obs.scheduled):
+    if hardly_ran(obs, obs.samples):
         return What.STARVED
     if used <= MAX_IDLE_CORES:
         return What.WAITS

@@ -92,6 +92,7 @@ class Workers:
     dead: tuple[int, ...] = ()
     stopped: tuple[int, ...] = ()
     waits: tuple[WaitReason, ...] = ()
+    lines: tuple[tuple[int, Frame], ...] = ()  # of the user's code, by process, where they were read
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class Observation:
     cause: WaitCause | None = None  # of its wait, by frames and system state
     reduction: Reduction = Reduction()  # noqa: RUF009 - frozen; for which it would wait
     exit_reason: ExitReason | None = None
+    children_compute: bool = False  # processes that it has started
 
     @property
     def state(self) -> StateSnapshot | None:
@@ -370,6 +372,8 @@ MAX_IDLE_SCHEDULED = 0.2
 MIN_CORE_SHARE = 0.2
 """Share of its runnable time for which a thread had a core, below which its samples show where it waits."""
 
+MIN_RUN_S = 0.2
+"""Seconds that a starved thread has to run between its samples, for them to show what it does."""
 
 MIN_NATIVE = 2
 """Native stacks without which they do not show what a thread runs."""
@@ -403,7 +407,7 @@ def summarize_stacks(obs: Observation, limits: StallLimits) -> StackSummary:
         threads = [sample.threads[-1] for sample in samples if sample.threads]
     taken = tuple(t for t in threads if t is not None)
     enough = len(taken) >= limits.looks and (samples[-1].at - samples[0].at) / 1e9 >= limits.window
-    enough = enough and not is_starved(obs.thread_cpu, obs.scheduled)  # it has hardly run between the samples
+    enough = enough and not hardly_ran(obs, samples)
     frames = [user_frame(t) for t in taken]
     newest = frames[-1] if frames else None
     bytecode = [t.runs_bytecode for t in taken if t.runs_bytecode is not None]
@@ -436,6 +440,17 @@ def is_starved(ran: float | None, scheduled: float | None) -> bool:
     if ran is None or scheduled is None:
         return False
     return scheduled > MAX_IDLE_SCHEDULED and ran < MIN_CORE_SHARE * scheduled
+
+
+def hardly_ran(obs: Observation, samples: Sequence[StackSample]) -> bool:
+    """Return whether the thread has hardly run between samples, which then show where it waits for a core.
+
+    On a busy machine it has run long enough when the samples are far enough apart.
+    """
+    if not is_starved(obs.thread_cpu, obs.scheduled):
+        return False
+    passed_s = (samples[-1].at - samples[0].at) / 1e9 if samples else 0.0
+    return (obs.thread_cpu or 0.0) * passed_s < MIN_RUN_S
 
 
 # A process that is not watched

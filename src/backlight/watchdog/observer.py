@@ -22,7 +22,7 @@ from backlight import clock, processes
 from backlight.processes import ProcessEnd, Thread, WaitReason
 from backlight.records import Phase
 from backlight.watchdog import runtime_dir, stacks
-from backlight.watchdog.cause import is_moving
+from backlight.watchdog.cause import is_idle, is_moving
 from backlight.watchdog.graph_samples import parse_graph_build
 from backlight.watchdog.observation import (
     Buckets,
@@ -39,8 +39,18 @@ from backlight.watchdog.observation import (
 from backlight.watchdog.shared_state import RankStatus, StateSnapshot, read_state
 from backlight.watchdog.stacks import StackSample, ThreadStack
 from backlight.watchdog.start_waits import StartWait
-from backlight.watchdog.timeouts import StallLimits, is_suspicious, timeout_of
-from backlight.watchdog.waits import WaitCause, find_named_wait, name_wait, variables_of
+from backlight.watchdog.timeouts import StallLimits, is_suspicious, timeout_of, waiting_timeout_of
+from backlight.watchdog.waits import (
+    DEPTH,
+    LOADER,
+    LOADER_WORKER,
+    WaitCause,
+    children_compute,
+    find_named_wait,
+    name_wait,
+    variables_of,
+    worker_lines,
+)
 
 T = TypeVar("T")
 
@@ -132,8 +142,15 @@ class RankObserver:
 
     @property
     def timeout_s(self) -> float | None:
-        """The timeout of the present phase, None where it has none."""
-        return timeout_of(self.state, self._limits) if self.state is not None else None
+        """The timeout of the present phase, shorter for a thread that only waits; None where it has none."""
+        state = self.state
+        if state is None:
+            return None
+        waiting_s, timeout_s = waiting_timeout_of(state, self._limits), timeout_of(state, self._limits)
+        if waiting_s == timeout_s or state.silence_s < (waiting_s or 0.0):
+            return waiting_s
+        usage = Observation(self.rank, **self._cpu_usage(state.main_tid))
+        return waiting_s if is_idle(usage, self._limits) else timeout_s
 
     @property
     def overdue_s(self) -> float | None:
@@ -267,7 +284,9 @@ class RankObserver:
             observed["stopped"] = (
                 process is not None and process.is_stopped and self._stays_stopped(state.pid)
             )
-            observed["workers"] = _workers(state.pid)
+            observed["workers"] = _workers(state.pid, lines=bool(self._usages) and state.phase is Phase.DATA)
+            if state.silence_s >= self._limits.floor and state.phase in {Phase.OTHER, Phase.DATA}:
+                observed["children_compute"] = children_compute(state.pid)
             if self._usages and tid:
                 stack = self._steady_stack(state, samples)
                 observed["cause"] = name_wait(state.pid, tid, stack, self._oom_kills)
@@ -367,8 +386,11 @@ def parse_groups(data: Any) -> dict[int, tuple[int, ...]]:
     return {int(key): tuple(map(int, ranks)) for key, ranks in data.items()}
 
 
-def _workers(pid: int) -> Workers | None:
-    """Return the state of the Python child processes of a process, None without any."""
+def _workers(pid: int, *, lines: bool = False) -> Workers | None:
+    """Return the state of the Python child processes of a process, None without any.
+
+    ``lines``: also the lines of the user's code that workers of a DataLoader are at.
+    """
     workers = [c for c in processes.children(pid) if "python" in c.name or c.name.startswith("pt_")]
     reasons = {reason for c in workers if (reason := processes.wait_reason(c.pid, c.pid))}
     if not workers:
@@ -378,6 +400,7 @@ def _workers(pid: int) -> Workers | None:
         tuple(c.pid for c in workers if c.is_dead),
         tuple(c.pid for c in workers if c.is_stopped),
         tuple(sorted(reasons)),
+        worker_lines([c.pid for c in workers if c.name == LOADER_WORKER]) if lines else (),
     )
 
 
@@ -434,6 +457,8 @@ def observe_unwatched(
         thread_cpu=ran if ran is not None else cpu.get(pid), scheduled=scheduled,
         wait=processes.wait_reason(pid, pid), not_collected=tuple(unseen),
     )  # fmt: skip
+    if any(LOADER in frame.file for thread in main_stacks(obs)[-1:] for frame in thread.frames[:DEPTH]):
+        obs = replace(obs, workers=_workers(pid, lines=True))
     cause = _find_cause(obs) if samples else name_wait(pid, pid, None)
     return replace(obs, cause=cause)
 

@@ -38,6 +38,10 @@ _TGKILL = {"x86_64": 234, "aarch64": 131}
 NATIVE_TIMEOUT_S = 10.0
 """Time in which py-spy reads the symbols of torch, on a busy machine."""
 
+FIRST_TRIES = 3
+FIRST_TIMEOUT_S = 2.0
+"""Readings before the first sample is given up, and the time of each on a busy machine."""
+
 D_CHECKS = 5
 D_PERIOD_S = 0.04
 """Number and distance of readings of a state D: most such waits are over in a moment."""
@@ -248,6 +252,16 @@ def run_py_spy(pid: int, *options: str, timeout_s: float = 5.0) -> tuple[str, st
         reason = f"py-spy: {lines[0] if lines else f'exit code {done.returncode}'}"
         return "", reason if processes.is_traceable(pid) else f"{_TRACING_DENIED} ({reason})"
     return done.stdout, ""
+
+
+def first_sample(pid: int) -> StackSample | None:
+    """Return the Python stacks of a process as soon as they can be read, None where they cannot."""
+    # Read from a running process they may be torn; the next reading is another moment.
+    for _ in range(FIRST_TRIES):
+        sample, _reason = dump_by_py_spy(pid, timeout_s=FIRST_TIMEOUT_S)
+        if sample is not None and sample.threads:
+            return sample
+    return None
 
 
 def dump_by_py_spy(

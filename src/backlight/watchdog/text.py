@@ -161,7 +161,9 @@ def _values(cause: Cause) -> dict[str, object]:
         "thread": f"thread {cause.thread}" if cause.thread else "the main thread",
         "waits": _wait_text(cause.wait), "function": cause.function, "inside": _inside(frame),
         "holds": f" in C code that holds the interpreter lock{function}" if cause.holds_interpreter else "",
-        "at": at, "after_at": at and f";{at}", "called_at": at and f", called{at}",
+        "at": at, "now_at": at and f"; now{at}",
+        "seen_at": at and f"; {'in every sample' if cause.same_line else 'now'}{at}",
+        "after_at": at and f";{at}", "called_at": at and f", called{at}",
         "at_line": f" (at {cause.line})" if cause.line else "", "at_which": cause.line,
         "line": f": {cause.line}" if cause.line else "", "where_idle": _where_idle(cause),
         "at_step": "" if cause.step is None else f" at step {cause.step}, {in_phase(cause.phase)}",
@@ -182,6 +184,11 @@ def _values(cause: Cause) -> dict[str, object]:
         "running": "".join(f"rank {r} is {in_phase(p)} of step {s}; " for r, p, s in cause.running),
         "lines": "; ".join(f"rank {span(r)}{_at(f) or ' without a stack'}" for r, f in cause.lines),
     }  # fmt: skip
+    if what is What.WAITS:
+        workers = cause.workers
+        values["workers"] = f"; {_workers_text(workers)}" if workers is not None else ""
+        lines = workers.lines if workers is not None else ()
+        values["at_worker"] = _at(lines[0][1]) if lines else at
     if cause.end is not None:
         has = "" if cause.end.signal else "has "
         values |= {"end": end_text(cause.end), "has_ended": f"{has}{was_text(cause.end)}"}
@@ -298,6 +305,8 @@ def _outside_backward(cause: Cause) -> dict[str, object]:
     if cause.workers is not None:
         parts.append(_workers_text(cause.workers))
     look = "time the data loader alone" if cause.phase is Phase.DATA else "read the code at that line"
+    if cause.workers is not None and cause.workers.lines:
+        look = f"read the code of the worker{_at(cause.workers.lines[0][1])}"
     return {"outside": "; ".join(parts), "look": look}
 
 
@@ -309,6 +318,7 @@ def _workers_text(workers: Workers) -> str:
     words = sorted("sleep" if r is WaitReason.SLEEP else f"wait for {r}" for r in workers.waits)
     if words:
         parts.append(f"they {', '.join(words)}")
+    parts += [f"worker {pid}{_at(frame)}" for pid, frame in workers.lines]
     return ", ".join(parts)
 
 

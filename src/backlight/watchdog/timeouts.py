@@ -26,6 +26,9 @@ MAX_LONGEST_S = 3600.0
 END_TIMEOUT_S = 0.7
 """Time that the watchdog may wait for anything once all ranks have ended."""
 
+REGULAR_STEPS = 20
+"""Backward passes from which on the steps of a run may be called regular."""
+
 _COMPUTING = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 
 
@@ -82,6 +85,20 @@ def timeout_of(state: StateSnapshot, limits: StallLimits) -> float | None:
     return max(floor, usual)
 
 
+def waiting_timeout_of(state: StateSnapshot, limits: StallLimits) -> float | None:
+    """Return the timeout of a thread that only waits: outside of backward as in it, once steps are regular.
+
+    They are where no pause so far has lasted a tenth of it; a longer one, such as an evaluation of the
+    script's own, is expected again. Of several ranks the others wait in a collective, which has its own.
+    """
+    timeout_s = timeout_of(state, limits)
+    has_other = timeout_s is None or state.timeout_s is not None or state.inside or state.world_size > 1
+    if has_other or state.phase not in {Phase.OTHER, Phase.DATA} or state.backwards < REGULAR_STEPS:
+        return timeout_s
+    usual = limits.times_typical * max(state.typical.get(state.phase, 0.0), state.longest_other_s)
+    return limits.floor if usual <= limits.floor else timeout_s
+
+
 def is_preparing(state: StateSnapshot) -> bool:
     """Return whether a rank has no timeout since it has not trained yet."""
     is_exempt = state.phase in EXEMPT_PHASES or state.phase in _COMPUTING or state.inside
@@ -90,7 +107,7 @@ def is_preparing(state: StateSnapshot) -> bool:
 
 def is_suspicious(state: StateSnapshot, limits: StallLimits) -> bool:
     """Return whether the timeout is so near that stack samples are worth their cost."""
-    timeout_s = timeout_of(state, limits)
+    timeout_s = waiting_timeout_of(state, limits)
     if timeout_s is None:
         return False
     passed = state.phase_s if state.phase in _COMPUTING else state.silence_s

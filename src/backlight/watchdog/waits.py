@@ -8,6 +8,7 @@ computes are no finding.
 from __future__ import annotations
 
 import enum
+import itertools
 import os
 import signal
 import stat
@@ -37,8 +38,10 @@ NUM_STATES = 3
 
 MAX_DESCRIPTOR = 1 << 20
 
+_WORKER_LOOP = "torch/utils/data/_utils/worker.py"
+
 MAX_SAMPLED = 2
-"""Workers whose native stacks are taken."""
+"""Workers whose stacks are taken."""
 
 COMPILE_WORKER = "compile_worker"
 """Part of the command of workers of torch's compiler."""
@@ -279,8 +282,37 @@ def _loader_wait(pid: int, oom_kills_before: int | None) -> WaitCause | None:
         if cause is not None:
             return cause
     if busy:
-        return WaitCause(WaitName.BUSY_WORKER, progresses=True, pids=tuple(sorted(busy)))
+        pids = tuple(sorted(busy))
+        line = next((str(frame) for _, frame in worker_lines(pids[:1])), "")
+        return WaitCause(WaitName.BUSY_WORKER, progresses=True, pids=pids, line=line)
     return None
+
+
+def worker_lines(pids: Iterable[int]) -> tuple[tuple[int, Frame], ...]:
+    """Return the innermost line of the user's code in each of some workers of a DataLoader, by py-spy.
+
+    A worker that waits for work is in none. One that was forked has the frames of the script below its own.
+    """
+    lines = []
+    for pid in itertools.islice(pids, MAX_SAMPLED):
+        sample, _ = dump_by_py_spy(pid)
+        frame = _worker_frame(sample.threads if sample else ())
+        if frame is not None:
+            lines.append((pid, frame))
+    return tuple(lines)
+
+
+def _worker_frame(threads: Iterable[ThreadStack]) -> Frame | None:
+    for thread in threads:
+        inside = list(itertools.takewhile(lambda f: not f.file.endswith(_WORKER_LOOP), thread.frames))
+        if len(inside) < len(thread.frames):
+            return next((frame for frame in inside if is_user_code(frame.file)), None)
+    return None
+
+
+def children_compute(pid: int) -> bool:
+    """Return whether a process that this one has started computes."""
+    return bool(_computing([child.pid for child in processes.children(pid) if not _is_observer(child.pid)]))
 
 
 def _inherited_lock(pid: int, *, is_alone: bool) -> WaitCause | None:
@@ -292,7 +324,7 @@ def _inherited_lock(pid: int, *, is_alone: bool) -> WaitCause | None:
     threads = sample.threads if sample else ()
     texts = [f"{frame.file} {frame.function}" for thread in threads for frame in thread.native]
     texts += [f.file for thread in threads for f in thread.frames if is_third_party(f.file)]
-    line = next((str(f) for t in threads for f in t.frames if is_user_code(f.file)), "")
+    line = str(_worker_frame(threads) or "")
     for part, library in FORK_LIBRARIES.items():
         if any(part in text for text in texts):
             return WaitCause(WaitName.INHERITED_LOCK, pids=(pid,), library=library, line=line)

@@ -152,7 +152,7 @@ _WAITS = {
         _STORAGE_FIX,
     ),
     WaitName.BUSY_WORKER: (
-        _LOADER + "which computes", "time the data loader alone; use more workers",
+        _LOADER + "which computes{worker_line}", "time the data loader alone; use more workers",
     ),
     WaitName.STORAGE: (
         "the kernel does not interrupt its wait{on} (state D), as for storage that does not answer",
@@ -265,7 +265,7 @@ WORDS = {
         )
         for what, why in {
             What.STARVED_OF_LOCK: "it is starved of the interpreter lock by other threads of the process",
-            What.STARVED_OF_CORES: STARVED,
+            What.STARVED_OF_CORES: f"{STARVED}{{seen_at}}",
             What.PAUSES: "it neither waits nor computes without a pause",
             What.STACKS_DIFFER: "its stacks differ, or too few could be taken",
             What.PYTHON_OR_NATIVE: "whether it runs Python or native code is not known",
@@ -282,10 +282,10 @@ WORDS = {
         "its stack changes between samples, so it moves{in_phase_now}{at}; CPU {cpu}",
         "no step has ended after a while", _LONGER,
     ),
-    What.STARVED: Words(f"{STARVED}; CPU {{cpu}}", _LATER, _LONGER),
+    What.STARVED: Words(f"{STARVED}{{now_at}}; CPU {{cpu}}", _LATER, _LONGER),
     What.WAITS: Words(
-        "{in_phase_}the main thread {waits}{holds}{at}; CPU {cpu}", "it moves on by itself",
-        "find out what should end this wait{at}",
+        "{in_phase_}the main thread {waits}{holds}{at}; CPU {cpu}{workers}", "it moves on by itself",
+        "find out what should end this wait{at_worker}",
     ),
     What.NATIVE_BACKWARD: Words(
         "backward computes in native code{now_in}; whether nodes finish is not observable from outside; "

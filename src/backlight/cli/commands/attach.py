@@ -12,15 +12,18 @@ from backlight.answer import Answer
 from backlight.cli.app import command
 from backlight.cli.console import print_answer
 from backlight.cli.options import PATH, full_option, json_option
-from backlight.text import count
+from backlight.text import count, visible
 
 if TYPE_CHECKING:
     from backlight.watchdog.attach import Attached, AttachedDumps, AttachedJob
-    from backlight.watchdog.stacks import StackSample
+    from backlight.watchdog.stacks import Frame, StackSample, ThreadStack
     from backlight.watchdog.text import Diagnosis
 
 FRAMES = 8
 """Frames of a stack without ``--full``, the most recent ones."""
+
+COMMAND_CHARS = 200
+"""Characters of the command line of a process that are shown."""
 
 ROWS = 10
 """Ranks, or groups of them, without ``--full``."""
@@ -61,30 +64,80 @@ def attach(
     --job groups ranks by identical stack; --flight-recorder names the rank that skipped or changed a
     collective. --full prints all threads, Python and native.
     """
-    from backlight.watchdog.attach import attach as observe
-    from backlight.watchdog.attach import attach_dumps, attach_job
-
     if (pid is None) == (flight_recorder is None):
         raise ValueError("attach: expected either the PID of a process or --flight-recorder DIR")
     if run is not None and flight_recorder is None:
         raise ValueError("attach: --run goes with --flight-recorder DIR; a watched process has its run")
+    # Before anything slow is imported: what a process does now is of use at once.
+    is_shown = pid is not None and not job and not as_json and print_stacks(pid, full=full)
+
+    from backlight.watchdog.attach import attach as observe
+    from backlight.watchdog.attach import attach_dumps, attach_job
+
     if flight_recorder is not None:
         answer = dumps_answer(attach_dumps(flight_recorder, run), full=full)
     elif pid is not None and job:
         answer = job_answer(attach_job(pid, seconds), full=full)
     elif pid is not None:
-        answer = process_answer(observe(pid, seconds, native=native), full=full)
+        answer = process_answer(observe(pid, seconds, native=native), full=full, stacks=not is_shown)
     print_answer(answer, as_json=as_json, full=True)
 
 
-def process_answer(attached: Attached, *, full: bool = False) -> Answer:
-    """Return the diagnosis of a process and the stack of its main thread; ``full`` adds all threads."""
+def print_stacks(pid: int, *, full: bool = False) -> bool:
+    """Print the Python stacks of a process as they are now; return whether they could be read."""
+    from backlight import processes
+    from backlight.terminal import write
+    from backlight.watchdog.stacks import first_sample
+
+    sample = first_sample(pid)
+    if sample is None:
+        return False
+    command = " ".join(processes.command_line(pid))[:COMMAND_CHARS]
+    lines = [f"process {pid}: {command}", *stack_lines(sample, pid, full=full), "observing ..."]
+    write("\n".join(map(visible, lines)), flush=True)
+    return True
+
+
+def stack_lines(sample: StackSample, pid: int, *, full: bool = False) -> Iterator[str]:
+    """Yield the stacks of a sample, most recent call first, each with its threads; the main thread is first.
+
+    Without ``full`` it is the most recent frames.
+    """
+    from backlight import processes
+    from backlight.user_code import is_user_code
+    from backlight.watchdog.stacks import strip_backlight
+
+    groups: dict[tuple[Frame, ...], list[ThreadStack]] = {}
+    hidden = 0
+    for thread in sorted(sample.threads, key=lambda thread: thread.tid != pid):
+        frames = strip_backlight(thread.frames)
+        if len(frames) < len(thread.frames) and not any(is_user_code(frame.file) for frame in frames):
+            hidden += 1
+        else:
+            groups.setdefault(frames, []).append(thread)
+    for frames, threads in groups.items():
+        first = threads[0]
+        wait = processes.wait_reason(pid, first.tid) if first.tid else ""
+        state = "holds the interpreter lock" if first.holds_gil else wait and f"waits for {wait}"
+        others = f" and {count(len(threads) - 1, 'other thread')}" if len(threads) > 1 else ""
+        yield f"  {first.name or first.tid}{others}{state and f', {state}'}:"
+        yield from (
+            f"    {frame.location} in {frame.qualified_name}" for frame in frames[: None if full else FRAMES]
+        )
+        if not full and len(frames) > FRAMES:
+            yield f"    and {count(len(frames) - FRAMES, 'more frame')}"
+    if hidden:
+        yield f"  and {count(hidden, 'thread')} of backlight"
+
+
+def process_answer(attached: Attached, *, full: bool = False, stacks: bool = True) -> Answer:
+    """Return the diagnosis of a process; ``full`` adds all threads, ``stacks`` that of the main thread."""
     from backlight.watchdog.stacks import format_sample
 
     lines: Iterable[str] = ()
     if full:
         lines = "\n".join((attached.threads, *map(format_sample, attached.samples))).split("\n")
-    elif attached.samples:
+    elif attached.samples and stacks:
         lines = _main_thread(attached.samples[-1], attached.pid)
     return _answer(
         attached.diagnosis, attached, lines, attached.unseen, "" if full else "all threads and frames: --full"
