@@ -149,7 +149,8 @@ class RankObserver:
         waiting_s, timeout_s = waiting_timeout_of(state, self._limits), timeout_of(state, self._limits)
         if waiting_s == timeout_s or state.silence_s < (waiting_s or 0.0):
             return waiting_s
-        usage = Observation(self.rank, **self._cpu_usage(state.main_tid))
+        observed: dict[str, Any] = {**self._cpu_usage(state.main_tid)}
+        usage = Observation(self.rank, **observed)
         return waiting_s if is_idle(usage, self._limits) else timeout_s
 
     @property
