@@ -95,6 +95,12 @@ def name_of(device: str | int | torch.device | None = None) -> str:
     return str(name(device)) if name is not None else str(kind())
 
 
+def uuid_of(device: str | torch.device) -> str | None:
+    """Return the identifier of a CUDA device that its driver has, None where torch does not have it."""
+    identifier = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if identifier is None else str(identifier)
+
+
 def matmul_precision() -> str:
     """Return the precision of float32 products: ``highest``, or as ``tf32 on cuda, bf16 on cpu``.
 

@@ -9,7 +9,7 @@ EXTRA_OF = {
     "h5py": "research", "scipy": "research", "yaml": "research", "sklearn": "research",
     "ruptures": "research", "matplotlib": "plots", "starlette": "live", "uvicorn": "live",
     "tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "prometheus_client": "prometheus",
-    "duckdb": "query", "pandas": "frames", "polars": "frames", "mcp": "mcp",
+    "duckdb": "query", "pynvml": "gpu", "pandas": "frames", "polars": "frames", "mcp": "mcp",
 }  # fmt: skip
 """Extra by the package that it installs."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import mmap
 import os
 import signal
 import struct
@@ -499,6 +500,8 @@ def available_memory() -> int:
 
 def resident_memory() -> int:
     """Return the bytes of memory that this process has resident."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
     import psutil  # noqa: PLC0415 - 50 ms, and every command imports this module
 
     return int(psutil.Process().memory_info().rss)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -12,10 +13,15 @@ HOST_CAUSES = ("host_bound", "launch_gap", "synchronisation")
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Shares of a step from which a part of it is worth a word; ``host`` is a share of the idle time."""
+    """Shares of a step from which a part of it is worth a word; ``host`` is a share of the idle time.
+
+    A part of the time above ``slow`` is worth a warning if its interval lies above ``slow_low``.
+    """
 
     idle: float = 0.2
     host: float = 0.5
+    slow: float = 0.2
+    slow_low: float = 0.1
     exposed: float = 0.1
     data: float = 0.1
     optimizer: float = 0.1
@@ -24,6 +30,32 @@ class StepLimits:
 
 
 LIMITS = StepLimits()
+
+
+def is_slow(share: float, low: float, limits: StepLimits = LIMITS) -> bool:
+    """Return whether a part of the time, with the lower end of its interval, is worth a warning."""
+    return share > limits.slow and low > limits.slow_low
+
+
+def lower_median(values: Sequence[float]) -> float:
+    """Return the lower end of the one-sided 95 % interval of the median (sign test), 0 without one."""
+    count, rank, below = len(values), 0, 1
+    term = 1
+    # As many values may lie below the median as a fair coin gives in fewer than 5 % of the cases.
+    while rank < count and below < 0.05 * 2**count:
+        rank += 1
+        term = term * (count - rank + 1) // rank
+        below += term
+    return sorted(values)[rank - 1] if rank else 0.0
+
+
+def lower_share(part: int, whole: int) -> float:
+    """Return the lower end of the one-sided 95 % interval of a share of samples (Wilson), 0 without one."""
+    if not whole:
+        return 0.0
+    z, p = 1.6449, part / whole
+    spread = z * math.sqrt(p * (1 - p) / whole + (z / (2 * whole)) ** 2)
+    return max(0.0, (p + z * z / (2 * whole) - spread) / (1 + z * z / whole))
 
 
 class Limit(StrEnum):

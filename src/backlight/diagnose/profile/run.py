@@ -36,9 +36,9 @@ from backlight.diagnose.profile.step_summary import (
 from backlight.distributed import world
 from backlight.launch.observe import end_script, explain
 from backlight.launch.script import NoTrainingError
+from backlight.monitors.steptime.model.bottleneck_limits import BottleneckLimits
 from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.monitors.steptime.monitor import GarbagePauses
-from backlight.monitors.steptime.rules.bottleneck import BottleneckLimits
 from backlight.text import count, listed
 from backlight.trace.events import TraceError
 from backlight.trace.module_times import Attribution, attribute

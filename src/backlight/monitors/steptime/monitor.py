@@ -9,7 +9,7 @@ from itertools import repeat
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from backlight import clock
+from backlight import clock, devices
 from backlight.capture.hub import HUB
 from backlight.monitor import NEVER, Monitor, RunHandle
 from backlight.monitors.steptime.instrument.kept_tensors import (
@@ -17,6 +17,7 @@ from backlight.monitors.steptime.instrument.kept_tensors import (
     KeptGraphTracker,
     doubling_steps,
 )
+from backlight.monitors.steptime.instrument.machine import MachineReadings
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
 from backlight.monitors.steptime.model.evidence import (
     GARBAGE_COLLECTION,
@@ -62,6 +63,7 @@ class StepTimeMonitor(Monitor):
         self._optimizers: list[dict[str, Any]] = []
         self._numbers: set[int] = set()
         self._core_wait: CoreWait | None = None
+        self._machine: MachineReadings | None = None
         self._step = self._anomaly_steps = 0
         self._pauses = GarbagePauses(run.notifier.event, map(attrgetter("_step"), repeat(self)))
         self._kept_graphs = KeptGraphTracker(lambda facts, step: run.notifier.event(KEPT_GRAPHS, facts, step))
@@ -95,9 +97,19 @@ class StepTimeMonitor(Monitor):
         scope = self._run.scope
         self._optimizers = [g for o in scope.optimizers() for g in optimizer_groups(o, scope.number(o))]
         self._numbers = {group["optimizer"] for group in self._optimizers}
-        devices = {record.device.split(":")[0] for record in self._run.scope.table.records} - {"cpu"}
-        if devices:
-            self._run.notifier.unmeasured(f"device time on {', '.join(sorted(devices))}", DEVICE_TIME)
+        names = sorted({record.device for record in self._run.scope.table.records})
+        kinds = {name.split(":")[0] for name in names} - {"cpu"}
+        if kinds:
+            self._run.notifier.unmeasured(f"device time on {', '.join(sorted(kinds))}", DEVICE_TIME)
+        device = next((name for name in names if name.startswith("cuda")), None)
+        missing = partial(self._run.notifier.unmeasured, "utilization of the GPU")
+        self._machine = MachineReadings(None if device is None else devices.uuid_of(device), missing)
+
+    def on_flush(self) -> None:
+        """Read the machine; on the writer thread."""
+        step = self._run.clock.done - 1
+        if self._machine is not None and step >= 0 and (values := self._machine.read(step)):
+            self._run.recorder.scalars(step, values)
 
     def on_step_end(self, summary: StepSummary, record: StepRecord) -> None:
         """Add one scalar per phase, and record the pauses since the last recorded step and what is kept."""

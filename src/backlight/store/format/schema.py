@@ -261,6 +261,9 @@ STATIC_READING = "static_reading"
 SAMPLED_LINES = "sampled_lines"
 """Event with the lines of the user's code that the training thread was seen at, by phase; the last counts."""
 
+SAMPLED_BATCH = "batch"
+"""What a line of that event waits for, where it is an iterator; else a function in C, or empty."""
+
 DISK_LIMIT = "disk_limit"
 """Event of a run that stores fewer of its recorded steps, or none, to stay within ``max_disk``."""
 

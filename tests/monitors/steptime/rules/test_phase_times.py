@@ -56,6 +56,71 @@ def test_a_wait_in_fewer_than_half_of_the_steps_has_no_finding(stored: Any, eval
     assert not evaluated(stored(HEALTHY, changes=changes), "bottleneck")
 
 
+GENERATOR = HEALTHY | {"data": 0.0, "between": 0.08}
+
+
+def sampled(*rows: tuple[str, int, str]) -> list[tuple[int, str, dict[str, Any]]]:
+    """Return the event of samples in a phase, so many, with what they wait for; each row has a line."""
+    lines = [
+        [phase, f"/home/ann/train.py:{n}", "f", count, waits] for n, (phase, count, waits) in enumerate(rows)
+    ]
+    return [(59, "sampled_lines", {"samples": sum(row[3] for row in lines), "lines": lines})]
+
+
+def test_any_iterator_that_is_waited_for_is_data(stored: Any, evaluated: Any) -> None:
+    """Between the phases lie seven tenths of a step, which wait for an iterator in all samples."""
+    (finding,) = evaluated(stored(GENERATOR, events=sampled(("other", 40, "batch"))), "bottleneck")
+    assert (finding.severity, finding.subject.line) == (Severity.WARNING, "/home/ann/train.py:0")
+    assert finding.evidence[1].path == "events/sampled_lines"
+    half = sampled(("other", 5, "batch"), ("other", 5, ""))
+    (hint,) = evaluated(
+        stored(GENERATOR, events=sampled(("other", 3, "batch"), ("other", 7, ""))), "bottleneck"
+    )
+    assert hint.severity is Severity.INFO
+    (finding,) = evaluated(stored(GENERATOR, events=half), "bottleneck")
+    assert finding.severity is Severity.WARNING
+    for control in (sampled(("other", 40, "")), sampled(("other", 2, "batch")), ()):
+        assert not evaluated(stored(GENERATOR, events=control), "bottleneck")
+
+
+def test_saving_is_a_warning_and_evaluation_a_hint(stored: Any, evaluated: Any) -> None:
+    rows = (("checkpoint", 40, ""), ("evaluation", 30, ""), ("forward", 30, ""))
+    found = {f.subject.phase: f for f in evaluated(stored(HEALTHY, events=sampled(*rows)), "bottleneck")}
+    assert {phase: f.severity for phase, f in found.items()} == {
+        "checkpoint": Severity.WARNING, "evaluation": Severity.INFO,
+    }  # fmt: skip
+    assert found["checkpoint"].subject.line == "/home/ann/train.py:0"
+    assert found["checkpoint"].evidence[0].value == pytest.approx(0.4)
+    (busy,) = evaluated(
+        stored(HEALTHY, events=sampled(rows[0], ("forward", 60, "")), runtime_info={"core_wait": 0.3}),
+        "bottleneck",
+    )
+    assert (busy.severity, "waited for a core 30 % of the time" in busy.detail) == (Severity.INFO, True)
+    for control in (
+        (("checkpoint", 15, ""), ("forward", 30, "")),
+        (("checkpoint", 40, ""), ("forward", 170, "")),
+    ):
+        assert not evaluated(stored(HEALTHY, events=sampled(*control)), "bottleneck")
+
+
+@pytest.mark.parametrize(("waits", "does"), [("item", "waits for the device"), ("to", "copies")])
+def test_waits_for_the_device_cost_what_it_is_idle(
+    stored: Any, evaluated: Any, waits: str, does: str
+) -> None:
+    events = sampled(("other", 60, waits), ("forward", 40, ""))
+    (hint,) = evaluated(stored(HEALTHY, events=events), "bottleneck")
+    assert (hint.severity, hint.subject.line) == (Severity.INFO, "/home/ann/train.py:0")
+    assert hint.title == f"The host {does} in `{waits}()` for 60 % of the time"
+    assert "not known" in hint.detail
+    for used, severity in ((0.5, Severity.WARNING), (0.9, Severity.INFO)):
+        utilization = {"gpu/utilization": dict.fromkeys(range(60), used)}
+        (finding,) = evaluated(stored(HEALTHY, events=events, scalars=utilization), "bottleneck")
+        assert (finding.severity, f"idle for {100 - 100 * used:.0f} %" in finding.detail) == (severity, True)
+    assert not evaluated(
+        stored(HEALTHY, events=sampled(("other", 10, waits), ("forward", 90, ""))), "bottleneck"
+    )
+
+
 @pytest.mark.slow
 def test_control_confirms_or_refutes_the_data_wait(stored: Any, evaluated: Any) -> None:
     (found,) = evaluated(stored(WAITING, profile=control(0.72)), "bottleneck")

@@ -23,7 +23,7 @@ from typing import Any
 
 from backlight import clock
 from backlight.monitors.stalls.instrument.heartbeat import Heartbeat
-from backlight.monitors.stalls.instrument.line_counts import LineCounts
+from backlight.monitors.stalls.instrument.line_counts import LineCounts, WaitNames
 from backlight.processes import queued_s, voluntary_switches
 from backlight.records import Phase
 from backlight.threads import BackgroundThread, own_threads
@@ -43,6 +43,9 @@ from backlight.watchdog.waits import DEPTH, variables_of
 
 PERIOD_S = 0.25
 """Time between two readings of the shared state."""
+
+LINE_PERIOD_NS = int(0.8e9 * PERIOD_S)
+"""Least time between two samples of the line: those of a slow graph come more often, and would count more."""
 
 BUILD_PERIOD_S = 0.1
 """The same while a graph takes long to build."""
@@ -88,6 +91,8 @@ class StackSampler:
         lines: LineCounts | None = None,
     ) -> None:
         self._lines = lines
+        self._wait_names = WaitNames(called_name)
+        self._next_line = 0
         self._heartbeat = heartbeat
         self._path = heartbeat.shared_state.path
         self._limits = limits
@@ -133,11 +138,18 @@ class StackSampler:
     def _poll(self, slots: memoryview) -> float:
         now = clock.monotonic_ns()
         slots[Slot.SAMPLER] = now
-        if self._lines is not None and slots[Slot.BACKWARDS]:  # before, a script prepares
+        if (
+            self._lines is not None and slots[Slot.BACKWARDS] and now >= self._next_line
+        ):  # before, it prepares
+            self._next_line = now + LINE_PERIOD_NS
+            phase = PHASES[slots[Slot.PHASE]]
             with no_collection():
-                at = user_frames(sys._current_frames().get(slots[Slot.MAIN_IDENT]))
+                frame = sys._current_frames().get(slots[Slot.MAIN_IDENT])
+                at = user_frames(frame)
+                near = islice(_outwards(frame), MAX_FRAMES)
+                waits = self._wait_names.name(near, phase, device=bool(slots[Slot.DEVICE])) if at else ""
             if at:
-                self._lines.add(PHASES[slots[Slot.PHASE]], at[0])
+                self._lines.add(phase, at[0], waits)
         if self._heartbeat.is_counting:
             self._heartbeat.observe_progress(now)
         silence_s = (now - slots[Slot.HEARTBEAT]) / 1e9

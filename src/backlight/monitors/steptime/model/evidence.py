@@ -14,10 +14,17 @@ from backlight import codec
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.steptime.model.step_times import PREFIX, Floats, PhaseTimes, read_phases
 from backlight.records import Evidence
+from backlight.store.format.schema import SAMPLED_LINES
 from backlight.store.read.run import Event, Run
 
 RUNTIME_INFO = "runtime_info"
 """Kind of the event that records, at the end of a run, optimizers, threads, memory and compilation."""
+
+DEVICE_PREFIX = "gpu/"
+"""Prefix of the scalars that the driver of a GPU reports."""
+
+HOST_MEMORY = "host/memory"
+"""Scalar of the bytes of memory that the process has resident."""
 
 GARBAGE_COLLECTION = "garbage_collection"
 """Kind of the event of a pause by Python's garbage collector."""
@@ -138,6 +145,21 @@ def scalar_evidence(name: str, steps: npt.NDArray[np.int64], values: Floats) -> 
     """Cite the step whose seconds of a scalar are nearest to the median."""
     row = int(np.argmin(np.abs(values - np.median(values))))
     return Evidence(f"scalars/{name}", int(steps[row]), float(values[row]), "s")
+
+
+def samples_evidence(run: Run, share: float) -> Evidence:
+    """Cite the samples of the training thread, of which a share is in question."""
+    step = next((event.step for event in reversed(newest_events(run, SAMPLED_LINES))), None)
+    return Evidence(f"events/{SAMPLED_LINES}", step, share, "of the samples")
+
+
+def device_idle(run: Run) -> float | None:
+    """Return the share of the time in which the device is idle, by its own counter; None if not known."""
+    name = f"{DEVICE_PREFIX}utilization"
+    if name not in run.scalar_names("backlight"):
+        return None
+    values = run.scalar(name, attempt=run.attempts[-1].index).values
+    return max(0.0, 1.0 - float(np.median(values))) if len(values) else None
 
 
 def info_evidence(info: Event, value: float | str, unit: str = "1") -> Evidence:

@@ -15,11 +15,13 @@ from backlight.monitors.steptime.model.evidence import (
     read_runtime_info,
     steady_phases,
 )
+from backlight.monitors.steptime.model.machine import machine_words
 from backlight.monitors.steptime.model.step_times import PhaseTimes
 from backlight.records import Phase
-from backlight.store.format.schema import SAMPLED_LINES
+from backlight.store.format.schema import SAMPLED_BATCH, SAMPLED_LINES
 from backlight.store.read.run import Run
 from backlight.text import duration, listed
+from backlight.trace.step_limits import lower_share
 
 REMAINDER = "between"
 """Phase of the time between the others, where forward and loss are not separated from it."""
@@ -52,12 +54,16 @@ LEAST_SAMPLES = 3
 
 @dataclass(frozen=True)
 class SampledLine:
-    """A line at which the training thread was seen in a phase, in ``samples`` of all."""
+    """A line at which the training thread was seen in a phase, in ``samples`` of all.
+
+    ``waits`` is for a batch, or for the device in the function of that name; else empty.
+    """
 
     phase: str
     line: str
     function: str
     samples: int
+    waits: str = ""
 
     @property
     def short(self) -> str:
@@ -72,16 +78,23 @@ def sampled_lines(run: Run) -> list[SampledLine]:
     events = newest_events(run, SAMPLED_LINES)
     lowest = min((event.rank for event in events), default=0)
     rows = [event.payload.get("lines") or [] for event in events if event.rank == lowest][-1:]
-    return [SampledLine(str(p), str(at), str(name), int(n)) for listed in rows for p, at, name, n in listed]
+    return [
+        SampledLine(str(p), str(at), str(name), int(n), *map(str, waits))
+        for listed in rows for p, at, name, n, *waits in listed
+    ]  # fmt: skip
 
 
 def main_line(lines: Sequence[SampledLine], phases: frozenset[str]) -> SampledLine | None:
     """Return the line at which more than half of the samples of some phases were; None if none is.
 
-    A call of ``backward`` or of an optimizer says nothing of what takes the time inside.
+    A call of ``backward`` or of an optimizer says nothing of what takes the time inside. What waits for a
+    batch of any iterator is data, whatever its phase.
     """
     sampled = phases | {Phase.OTHER, Phase.LOSS} if REMAINDER in phases else phases
-    of_phases = [line for line in lines if line.phase in sampled]
+    of_phases = [
+        line for line in lines
+        if (Phase.DATA in phases if line.waits == SAMPLED_BATCH else line.phase in sampled)
+    ]  # fmt: skip
     top = max(of_phases, key=lambda line: line.samples, default=None)
     if top is None or top.phase in {Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER}:
         return None
@@ -107,7 +120,7 @@ def step_line(run: Run) -> StepLine | None:
     if table is None:
         return None
     lines = sampled_lines(run)
-    shares = _shares(table)
+    shares = _shares(table, lines)
     parts = []
     for words, share in sorted(shares.items(), key=lambda item: -item[1]):
         if share >= LEAST_SHARE:
@@ -117,6 +130,8 @@ def step_line(run: Run) -> StepLine | None:
     text = f"step {duration(float(np.median(table.total)))}: {', '.join(parts)}"
     if pauses := _pauses(lines):
         text = f"{text}; of the run {listed(pauses)}"
+    if machine := machine_words(run):
+        text = f"{text}; {', '.join(machine)}"
     info = read_runtime_info(run)
     if info is not None and is_busy(run, limits):
         waited = percent(float(info.payload["core_wait"]))
@@ -136,9 +151,39 @@ def _pauses(lines: Sequence[SampledLine]) -> list[str]:
     return parts
 
 
-def _shares(table: PhaseTimes) -> dict[str, float]:
+def _shares(table: PhaseTimes, lines: Sequence[SampledLine]) -> dict[str, float]:
     """Return the median share of a step of each activity; a pause of a few steps is in none of them."""
-    return {
-        words: float(np.median(sum(table.phase(phase) for phase in phases) / table.total))
-        for words, phases in ACTIVITIES.items()
-    }
+    waits = waits_for_batches(table, lines)
+    iterators = table.phase(waits.phase) * waits.share
+    seconds = {words: sum(table.phase(phase) for phase in phases) for words, phases in ACTIVITIES.items()}
+    seconds["waiting for data"] = seconds["waiting for data"] + iterators
+    rest = "forward and everything else" if waits.phase == REMAINDER else "everything else"
+    seconds[rest] = seconds[rest] - iterators
+    return {words: float(np.median(spent / table.total)) for words, spent in seconds.items()}
+
+
+@dataclass(frozen=True)
+class BatchWaits:
+    """Share of what lies between the phases, here ``phase``, that waits for batches of iterators.
+
+    ``low`` is the lower end of its interval: the share is one of samples. A DataLoader has its own phase.
+    """
+
+    phase: str
+    share: float = 0.0
+    low: float = 0.0
+
+
+def waits_for_batches(table: PhaseTimes, lines: Sequence[SampledLine]) -> BatchWaits:
+    """Return how much of the time between the phases waits for batches, by the samples of that time."""
+    phase = REMAINDER if REMAINDER in table.names else Phase.OTHER
+    between = [
+        line for line in lines if line.phase in {Phase.OTHER, *([Phase.LOSS] if phase == REMAINDER else [])}
+    ]
+    part = sum(line.samples for line in between if line.waits == SAMPLED_BATCH)
+    whole = sum(line.samples for line in between)
+    return (
+        BatchWaits(phase, part / whole, lower_share(part, whole))
+        if part >= LEAST_SAMPLES
+        else BatchWaits(phase)
+    )

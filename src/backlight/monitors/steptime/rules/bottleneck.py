@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from backlight.findings.limits import limit
 from backlight.findings.phrases import optimizer_name
+from backlight.monitors.steptime.model.bottleneck_limits import (
+    BottleneckLimits,
+    on_a_busy_machine,
+    severity_of,
+)
 from backlight.monitors.steptime.model.evidence import (
-    FORMULAS,
-    BusyLimits,
     StoredProfile,
+    device_idle,
     info_evidence,
     is_busy,
     percent,
     phase_evidence,
     read_profile,
     read_runtime_info,
+    samples_evidence,
     scalar_evidence,
     steady_phases,
 )
-from backlight.monitors.steptime.model.step_line import main_line, sampled_lines
+from backlight.monitors.steptime.model.step_line import (
+    LEAST_SAMPLES,
+    main_line,
+    sampled_lines,
+    waits_for_batches,
+)
 from backlight.monitors.steptime.model.step_times import (
     OPTIMIZER_PREFIX,
     PREFIX,
@@ -37,9 +44,18 @@ from backlight.monitors.steptime.model.step_times import (
 )
 from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
+from backlight.store.format.schema import SAMPLED_BATCH
 from backlight.store.read.run import Event, Run
 from backlight.text import count, duration
-from backlight.trace.step_limits import HOST_CAUSES, LIMITS, Limit, StepLimits, host_share, limit_of
+from backlight.trace.step_limits import (
+    HOST_CAUSES,
+    Limit,
+    StepLimits,
+    host_share,
+    limit_of,
+    lower_median,
+    lower_share,
+)
 
 CONTROL = "cached batch"
 """Name of the control that repeats one batch."""
@@ -47,70 +63,19 @@ CONTROL = "cached batch"
 FUSED = frozenset({"Adam", "AdamW", "SGD", "Adagrad"})
 """Optimizers of torch that have a fused implementation on every device."""
 
+COPIES = frozenset({"to", "cuda", "copy_"})
+"""Functions in which a host copies to the device, and may wait for it."""
+
 SHARED = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 """Phases in which collectives may wait for other ranks: their time is not only a rank's own work."""
-
-
-@dataclass(frozen=True)
-class BottleneckLimits(BusyLimits):
-    """Limits of the rule ``bottleneck``."""
-
-    data_share: float = limit(
-        LIMITS.data, "share of a steady step spent waiting for data", source=FORMULAS, high=1.0
-    )
-    data_alone: float = limit(
-        0.2, "share of a steady step spent waiting for data that is reported without a profile", high=1.0
-    )
-    data_floor: float = limit(
-        0.01,
-        "seconds of that wait in a step below which it is a hint: such a step is short anyway",
-        high=60.0,
-    )
-    data_match: float = limit(
-        0.5, "share of the wait that a cached batch must save before data is the cause", high=1.0
-    )
-    traced_steps: int = limit(
-        10, "traced steps that a claim from a trace needs: fewer show no variance", low=6
-    )
-    launch_idle: float = limit(LIMITS.idle, "share of a step in which the device is idle", high=1.0)
-    launch_host: float = limit(
-        LIMITS.host, "share of that idle time in which the device waits for the host to launch", high=1.0
-    )
-    exposed_share: float = limit(
-        LIMITS.exposed, "share of a step in which the device communicates and computes nothing", high=1.0
-    )
-    copy_share: float = limit(
-        LIMITS.copy,
-        "share of a step that copies from one line take: a well-kept model casts and lays out in about 1 %",
-        high=1.0,
-    )
-    optimizer_share: float = limit(
-        LIMITS.optimizer,
-        "share of a step in the optimizer; a fused update of a usual model takes 1 to 5 %",
-        high=1.0,
-    )
-    optimizer_floor: float = limit(
-        5e-3,
-        "seconds in the optimizer below which nothing is gained: a tiny step is bound by Python's calls",
-        high=10.0,
-    )
-    epochs: int = limit(3, "epochs, all of whose steps are recorded, that begin with a wait", low=2)
-    epoch_share: float = limit(0.2, "share of such epochs that is the wait for the first batch", high=1.0)
-    epoch_wait: float = limit(0.05, "seconds of that wait below which nothing is gained", high=60.0)
-    threads_per_core: float = limit(1.25, "threads that compute on one machine, over its cores", low=1.0)
-    waited_share: float = limit(
-        0.05, "share of the run that the training thread waited for a core, where that is counted", high=1.0
-    )
-    straggler_share: float = limit(
-        0.1, "share of a step that a rank works longer than the median of the ranks", high=1.0
-    )
 
 
 @rule("bottleneck", monitor="steptime", limits=BottleneckLimits, is_statistic=True)
 def bottleneck(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     """Find what takes the time of a steady step; data, device and copies from a stored profile."""
     of_a_profile = (_launches, _communication, _copies)
-    for find in (_data, _epochs, *of_a_profile, _optimizer, _anomaly, _threads, _late_rank):
+    of_samples = (_device_waits, _pauses)
+    for find in (_data, *of_samples, _epochs, *of_a_profile, _optimizer, _anomaly, _threads, _late_rank):
         yield from find(run, limits)
 
 
@@ -123,13 +88,18 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     table = steady_phases(run, limits)
     if table is None:
         return
-    shares = table.phase(Phase.DATA) / table.total
-    share, seconds = float(np.median(shares)), float(np.median(table.phase(Phase.DATA)))
-    if share <= (limits.data_alone if read_profile(run) is None else limits.data_share):
+    lines = sampled_lines(run)
+    waits = waits_for_batches(table, lines)
+    between = table.phase(waits.phase)
+    waited = table.phase(Phase.DATA) + between * waits.share
+    share, seconds = float(np.median(waited / table.total)), float(np.median(waited))
+    if share <= (limits.slow_share if read_profile(run) is None else limits.data_share):
         return
-    at = main_line(sampled_lines(run), frozenset({Phase.DATA}))
-    is_long = seconds >= limits.data_floor and _mostly_above(shares.tolist(), limits.data_share)
-    evidence = [phase_evidence(table, Phase.DATA)]
+    low = lower_median(((table.phase(Phase.DATA) + between * waits.low) / table.total).tolist())
+    at = main_line(lines, frozenset({Phase.DATA}))
+    evidence = [phase_evidence(table, Phase.DATA if table.phase(Phase.DATA).any() else waits.phase)]
+    if waits.share:
+        evidence.append(samples_evidence(run, waits.share))
     wait = f"Waiting for data takes {percent(share)} of a steady step ({len(table.steps)} steps)"
     if at is not None:
         wait += f", mostly at {at.short}"
@@ -138,7 +108,7 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         title = f"Waiting for data takes {percent(share)} of a step"
         detail = (
             f"{wait}. Whether the step would be faster without the wait is not known: no control decided "
-            f"it. Expected gain: at most {percent(share)} of a step."
+            f"it. Expected gain: at most {percent(share)} of a step.{on_a_busy_machine(run, limits)}"
         )
         fix = (
             "Run `backlight profile --confirm` on the same script: it repeats the steps with a cached batch."
@@ -158,7 +128,7 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
             "training; then compare both runs."
         )
     yield Finding(
-        severity=Severity.WARNING if is_long and not is_busy(run, limits) else Severity.INFO,
+        severity=severity_of(run, limits, share, low) if seconds >= limits.data_floor else Severity.INFO,
         title=title,
         detail=detail,
         subject=Subject(phase=Phase.DATA, step=int(table.steps[0]), line=None if at is None else at.line),
@@ -166,6 +136,73 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         fix=fix,
         refuted_if="a run with a cached batch, all else equal, is not faster by at least half of the wait.",
     )
+
+
+def _device_waits(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find lines at which the host waits for the device, and how much of the time that costs.
+
+    A host that waits costs nothing as long as the device computes: only its idle time does.
+    """
+    lines = sampled_lines(run)
+    whole = sum(line.samples for line in lines)
+    waiting = [line for line in lines if line.waits and line.waits != SAMPLED_BATCH]
+    part = sum(line.samples for line in waiting)
+    if part < LEAST_SAMPLES or part <= limits.slow_share * whole:
+        return
+    at = max(waiting, key=lambda line: line.samples)
+    share, idle = part / whole, device_idle(run)
+    copies = sum(line.samples for line in waiting if line.waits in COPIES) * 2 > part
+    cost = 0.0 if idle is None else min(share, idle)
+    does = "copies" if copies else "waits for the device"
+    known = (
+        "Expected gain: not known, as the idle time of the device is not: while it computes, a wait is free."
+        if idle is None
+        else f"The device is idle for {percent(idle)} of the time. Expected gain: at most {percent(cost)}."
+    )
+    fix = "Read the value every few steps, or after the next step was launched; keep sums on the device."
+    if copies:
+        fix = "Copy from pinned memory with `non_blocking=True`, ahead of the step that needs it."
+    yield Finding(
+        severity=severity_of(run, limits, cost, min(lower_share(part, whole), cost)),
+        title=f"The host {does} in `{at.waits}()` for {percent(share)} of the time",
+        detail=(
+            f"In {percent(share)} of {count(whole, 'sample')} the training thread was in a call that {does}, "
+            f"mostly `{at.waits}()` at {at.short}. {known}{on_a_busy_machine(run, limits)}"
+        ),
+        subject=Subject(line=at.line),
+        evidence=(samples_evidence(run, share),),
+        fix=fix,
+        refuted_if="the device is busy all the time: `backlight profile` shows its idle time.",
+    )
+
+
+def _pauses(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find saving and evaluation that take much of a run; an evaluation is as long as its user wants it."""
+    lines = sampled_lines(run)
+    whole = sum(line.samples for line in lines)
+    for phase, what in ((Phase.CHECKPOINT, "Saving"), (Phase.EVALUATION, "Evaluation")):
+        part = sum(line.samples for line in lines if line.phase == phase)
+        if part < limits.pause_samples or part <= limits.slow_share * whole:
+            continue
+        at, share = main_line(lines, frozenset({phase})), part / whole
+        severity = severity_of(run, limits, share, lower_share(part, whole))
+        where = "" if at is None else f", mostly at {at.short}"
+        fix = "Evaluate less often, on fewer batches, or with a larger batch."
+        if phase is Phase.CHECKPOINT:
+            fix = "Save less often, or in another process (`torch.distributed.checkpoint.async_save`)."
+        yield Finding(
+            severity=severity if phase is Phase.CHECKPOINT else Severity.INFO,
+            title=f"{what} takes {percent(share)} of the run",
+            detail=(
+                f"{what} takes {percent(share)} of the time since the first backward pass{where} ("
+                f"{count(part, 'sample')} of {whole:,}). Expected gain: at most {percent(share)} of the run."
+                f"{on_a_busy_machine(run, limits)}"
+            ),
+            subject=Subject(phase=phase, line=None if at is None else at.line),
+            evidence=(samples_evidence(run, share),),
+            fix=fix,
+            refuted_if=f"a run without the {what.lower()} takes as long.",
+        )
 
 
 def _epochs(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
@@ -230,11 +267,9 @@ def _traced(run: Run, limits: BottleneckLimits) -> StoredProfile | None:
     return profile if steps >= limits.traced_steps else None
 
 
-def _mostly_above(shares: object, least: float) -> bool:
-    """Return whether more of the steps than chance explains have a share above ``least`` (sign test, 5 %)."""
-    values = [float(share) for share in shares] if isinstance(shares, list) else []
-    count, above = len(values), sum(value > least for value in values)
-    return bool(values) and sum(math.comb(count, n) for n in range(above, count + 1)) / 2**count < 0.05
+def _low(shares: object) -> float:
+    """Return the lower end of the interval of the median of shares by step, 0 where there are none."""
+    return lower_median([float(share) for share in shares]) if isinstance(shares, list) else 0.0
 
 
 def _launches(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
@@ -247,8 +282,8 @@ def _launches(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     causes: dict[str, float] = device.get("causes") or {}
     host = host_share(causes)
     limited = limit_of(idle, causes, limits=StepLimits(idle=limits.launch_idle, host=limits.launch_host))
-    is_idle = _mostly_above(device.get("idle_by_step"), limits.launch_idle)
-    if not is_idle or limited is not Limit.LAUNCHES:
+    low = _low(device.get("idle_by_step"))
+    if low <= limits.launch_idle or limited is not Limit.LAUNCHES:
         return
     main = max(HOST_CAUSES, key=lambda name: causes.get(name, 0.0))
     attempt = (
@@ -257,7 +292,7 @@ def _launches(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         else "Try torch.compile, with mode='reduce-overhead' for CUDA graphs, "
     )
     yield Finding(
-        severity=Severity.INFO,
+        severity=severity_of(run, limits, idle * host, low * host),
         title=f"The GPU is idle for {percent(idle)} of the step, mostly launch-bound",
         detail=(
             f"The GPU is idle for {percent(idle)} of the step; {percent(host)} of the idle time is "
@@ -283,7 +318,7 @@ def _communication(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     exposed = profile.content.get("exposed_communication") if profile is not None else None
     if profile is None or exposed is None or float(exposed) <= limits.exposed_share:
         return
-    if not _mostly_above(profile.content.get("exposed_by_step"), limits.exposed_share):
+    if _low(profile.content.get("exposed_by_step")) <= limits.exposed_share:
         return
     share = float(exposed)
     yield Finding(

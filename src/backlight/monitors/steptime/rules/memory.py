@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.steptime.model.evidence import (
+    HOST_MEMORY,
     KEPT_DATA,
     KEPT_GRAPHS,
     info_evidence,
@@ -17,6 +18,7 @@ from backlight.monitors.steptime.model.evidence import (
     read_profile,
     read_runtime_info,
 )
+from backlight.monitors.steptime.model.machine import memory_growth
 from backlight.records import Evidence, Finding, Phase, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run
@@ -49,7 +51,7 @@ class MemoryLimits(Limits, monitor="steptime"):
 @rule("memory", monitor="steptime", limits=MemoryLimits, is_statistic=True)
 def memory(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     """Find memory that grows or could be free, and recomputation although memory is free."""
-    for find in (_kept_graphs, _kept_data, _fragmentation, _logits, _recomputation):
+    for find in (_kept_graphs, _kept_data, _growth, _fragmentation, _logits, _recomputation):
         yield from find(run, limits)
 
 
@@ -122,6 +124,30 @@ def _kept_data(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
         ),
         fix=_FIXES["data"],
         refuted_if=f"`{name}` is meant to keep them and its length is limited, as that of a cache or buffer.",
+    )
+
+
+def _growth(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
+    """Find memory of the process that grows, where no graph and no container was found that keeps it."""
+    growth = memory_growth(run)
+    if growth is None or newest_events(run, KEPT_GRAPHS) or newest_events(run, KEPT_DATA):
+        return
+    grown = size(growth.per_step)
+    yield Finding(
+        severity=Severity.INFO,
+        title=f"The memory of the process grows by {grown} a step",
+        detail=(
+            f"From step {growth.since} to step {growth.until} it grew to {size(growth.level)}. No graph of "
+            "an earlier step and no container of tensors was found that keeps it. Expected gain: "
+            f"{grown} a step."
+        ),
+        subject=Subject(step=growth.since),
+        evidence=(Evidence(f"scalars/{HOST_MEMORY}", growth.until, growth.level, "bytes"),),
+        fix=(
+            "Look for what a step adds to and never empties: lists of arrays or texts, a cache of the data "
+            "set, results of a logger."
+        ),
+        refuted_if="it stops growing once a cache, such as that of the data set, is full.",
     )
 
 
