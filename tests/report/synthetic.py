@@ -384,6 +384,9 @@ def _scalars(
                 "phase/backward": 0.021 + 0.004 * draw.random(),
                 "phase/optimizer": 0.003,
                 "phase/other": 0.001,
+                "host/memory": 2e9 + 1e6 * step,
+                "gpu/utilization": 0.9 - 0.2 * draw.random(),
+                "gpu/temperature": 60.0 + step % 5,
             }
             values |= {"cost": 2e-4 * (1 + draw.random()), "time": 1.7e9 + 0.04 * step}
         writer.scalars(local, values)

@@ -105,24 +105,35 @@ LOADER = """
     import os, pathlib, signal, sys, time, torch
     from torch.utils.data import DataLoader, Dataset
     directory = pathlib.Path(sys.argv[1])
-    class Data(Dataset):
-        def __len__(self):
-            return 4
-        def __getitem__(self, i):
-            print(os.getpid(), flush=True)
-            held = []
-            while not (directory / "idle").exists():
-                if (directory / "memory").exists():
-                    held.append(bytearray(8 << 20))
-            time.sleep(600)
+    exec(compile((directory / "images.py").read_text(), str(directory / "images.py"), "exec"))
     loader = iter(DataLoader(Data(), num_workers=1, timeout=600, multiprocessing_context="fork"))
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # with torch's own handler the death of a worker raises
     next(loader)
 """
 
+IMAGES = """
+class Data(Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        print(os.getpid(), flush=True)
+        held = []
+        while not (directory / "idle").exists():
+            if (directory / "memory").exists():
+                held.append(bytearray(8 << 20))
+        time.sleep(600)
+"""
 
-def test_worker_of_a_loader_that_was_killed(start: Start, tmp_path: Path) -> None:
-    process = start(LOADER, tmp_path)
+
+@pytest.fixture
+def loading(tmp_path: Path) -> Path:
+    """A folder with the data set of :data:`LOADER`, in a file as code of a user is."""
+    (tmp_path / "images.py").write_text(IMAGES)
+    return tmp_path
+
+
+def test_worker_of_a_loader_that_was_killed(start: Start, loading: Path) -> None:
+    process = start(LOADER, loading)
     worker = int(next_line(process))
     wait_until_computing(worker)
     wait_until_in(process, "dataloader.py")
@@ -131,7 +142,7 @@ def test_worker_of_a_loader_that_was_killed(start: Start, tmp_path: Path) -> Non
         DiagnosisKind.PASS,
         True,
     )
-    assert "which computes (`<string>:1" in found.claim  # and its line
+    assert f"which computes (`{loading}/images.py:" in found.claim  # and its line
     os.kill(worker, signal.SIGKILL)
     found = diagnosed(process)
     assert found.kind is DiagnosisKind.BLOCKED
@@ -139,18 +150,18 @@ def test_worker_of_a_loader_that_was_killed(start: Start, tmp_path: Path) -> Non
 
 
 @pytest.mark.full
-def test_worker_of_a_loader_that_idles_has_no_cause(start: Start, tmp_path: Path) -> None:
+def test_worker_of_a_loader_that_idles_has_no_cause(start: Start, loading: Path) -> None:
     """One that sleeps may be anything: the wait gets no name, and no progress is claimed."""
-    (tmp_path / "idle").touch()
-    process = start(LOADER, tmp_path)
+    (loading / "idle").touch()
+    process = start(LOADER, loading)
     worker = int(next_line(process))
     wait_until_idle(worker)
     wait_until_in(process, "dataloader.py")
     obs, cause = observe(process.pid, 0.8)
     assert (obs.cause, cause.kind) == (None, DiagnosisKind.BLOCKED)
     text = describe(cause)
-    assert f"worker {worker} at <string>:13 in Data.__getitem__" in text.claim  # where it is, all the same
-    assert text.next_check == "find out what should end this wait at <string>:13 in Data.__getitem__"
+    assert f"worker {worker} at images.py:11 in Data.__getitem__" in text.claim  # where it is, all the same
+    assert text.next_check == "find out what should end this wait at images.py:11 in Data.__getitem__"
 
 
 EXHAUSTED = """
@@ -182,10 +193,10 @@ def test_worker_that_has_no_more_data_is_no_dead_one(start: Start) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("kills", [4, 3], ids=["counted", "not counted"])
 def test_kills_for_memory_are_counted(
-    kills: int, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kills: int, start: Start, loading: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that SIGKILL ended: for memory only where the control group has counted one since."""
-    process = start(LOADER, tmp_path)
+    process = start(LOADER, loading)
     worker = int(next_line(process))
     os.kill(worker, signal.SIGKILL)
     wait_until(lambda: any(c.is_dead for c in processes.children(process.pid)), "the worker is dead")
@@ -221,14 +232,14 @@ def small_group() -> Iterator[Path]:
 
 
 @pytest.mark.full
-def test_worker_that_the_kernel_killed_for_memory(start: Start, small_group: Path, tmp_path: Path) -> None:
+def test_worker_that_the_kernel_killed_for_memory(start: Start, small_group: Path, loading: Path) -> None:
     if not os.access("/dev/kmsg", os.R_OK):
         pytest.skip("the log of the kernel may not be read")
-    process = start(LOADER, tmp_path)
+    process = start(LOADER, loading)
     worker = int(next_line(process))
     wait_until_in(process, "dataloader.py")
     (small_group / "cgroup.procs").write_text(str(worker))
-    (tmp_path / "memory").touch()
+    (loading / "memory").touch()
     wait_until(lambda: any(c.is_dead for c in processes.children(process.pid)), "the worker is dead")
     found = diagnosed(process)
     assert found.kind is DiagnosisKind.BLOCKED

@@ -12,6 +12,7 @@ from backlight.findings.evaluate import findings_of
 from backlight.monitors.health.model.parameters import untrained_parameters
 from backlight.monitors.health.model.score import health_series
 from backlight.records import Finding
+from backlight.report.llms import render_llms
 from backlight.report.markdown import render_markdown
 from backlight.report.page import render_page, write_page
 from backlight.report.source import Source
@@ -79,6 +80,12 @@ def source_of(run: Run, findings: Sequence[Finding] | None = None) -> Source:
         (health.steps, health.score) if len(health.steps) else None,
         untrained_parameters(run),
     )
+
+
+def write_llms(path: Path, target: Path) -> Path:
+    """Write the run in ``path`` as a short text for a language model to ``target`` and return where it is."""
+    run = open_run(path)
+    return write_page(render_llms(run, findings_of(run)), target)
 
 
 def write_markdown(path: Path, target: Path) -> Path:

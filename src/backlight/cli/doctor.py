@@ -33,6 +33,7 @@ EXTRAS = {
     "live": "backlight open",
     "trace": "backlight profile and trace",
     "stalls": "native stacks of hung processes",
+    "gpu": "counters of NVIDIA GPUs in watched runs",
     "parquet": "Parquet export, compact and compacted runs",
     "query": "backlight query",
     "mcp": "backlight mcp",

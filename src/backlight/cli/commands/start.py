@@ -85,7 +85,10 @@ def doctor(*, full: bool, as_json: bool) -> int:
     return int(not is_usable(checks))
 
 
-Format = Literal["html", "md"]
+Format = Literal["html", "md", "llms"]
+
+SUFFIXES = {"llms": "txt"}
+"""Suffix of the file of a format, where it is another word."""
 
 
 @command(
@@ -107,7 +110,11 @@ Format = Literal["html", "md"]
     help="File to write; default RUN/report.html, of a URL ./report.html.",
 )
 @click.option(
-    "form", "--format", default="html", type=click.Choice(get_args(Format)), help="Format: html or md."
+    "form",
+    "--format",
+    default="html",
+    type=click.Choice(get_args(Format)),
+    help="html, md, or llms: 8 kB of text for language models.",
 )
 @click.option("--bundle", type=PATH, metavar="FILE", help="Archive to write instead: .tar.gz or .zip.")
 @click.option("--plots", type=PATH, metavar="DIR", help="Directory for the charts as SVG and PNG.")
@@ -129,7 +136,7 @@ def report(
         raise ValueError(f"report: --out {out} and --bundle {bundle} exclude each other; give one")
     path = given_or_latest(path)
     folder = path if mirror_of(path) is None else Path()  # a copy of a URL is removed at the end
-    target = out if out is not None else folder / f"report.{form}"
+    target = out if out is not None else folder / f"report.{SUFFIXES.get(form, form)}"
     if (path / "plan.toml").is_file():  # else that package is not needed
         from backlight.diagnose.test_matrix import report as matrix_report
 
@@ -145,8 +152,8 @@ def report(
         if bundle is not None:
             write(run_report.write_bundle(path, bundle))
         else:
-            writer = run_report.write_html if form == "html" else run_report.write_markdown
-            write(writer(path, target))
+            writers = {"html": run_report.write_html, "md": run_report.write_markdown}
+            write(writers.get(form, run_report.write_llms)(path, target))
             if plots is not None:
                 pictures = run_report.write_pictures(path, plots)
                 write(*pictures.files, sep="\n")

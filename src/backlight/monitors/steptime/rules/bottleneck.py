@@ -154,7 +154,7 @@ def _device_waits(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     copies = sum(line.samples for line in waiting if line.waits in COPIES) * 2 > part
     cost = 0.0 if idle is None else min(share, idle)
     does = "copies" if copies else "waits for the device"
-    known = (
+    gain = (
         "Expected gain: not known, as the idle time of the device is not: while it computes, a wait is free."
         if idle is None
         else f"The device is idle for {percent(idle)} of the time. Expected gain: at most {percent(cost)}."
@@ -167,7 +167,7 @@ def _device_waits(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
         title=f"The host {does} in `{at.waits}()` for {percent(share)} of the time",
         detail=(
             f"In {percent(share)} of {count(whole, 'sample')} the training thread was in a call that {does}, "
-            f"mostly `{at.waits}()` at {at.short}. {known}{on_a_busy_machine(run, limits)}"
+            f"mostly `{at.waits}()` at {at.short}. {gain}{on_a_busy_machine(run, limits)}"
         ),
         subject=Subject(line=at.line),
         evidence=(samples_evidence(run, share),),
