@@ -145,6 +145,8 @@ def report(
                 raise ValueError(f"report: {path} is a test matrix, which has no charts; leave out --plots")
             if bundle is not None:
                 write(matrix_report.write_bundle(path, bundle))
+            elif form == "llms":
+                raise ValueError(f"report: {path} is a test matrix; expected --format html or md")
             else:
                 write(matrix_report.write_report(path, target, as_html=form == "html"))
             return
