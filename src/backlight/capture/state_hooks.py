@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
 if TYPE_CHECKING:
@@ -144,7 +144,19 @@ def install_schedules(hub: Hub, patches: Patches) -> None:
 
         return step
 
+    def wrap_plateau(original: Any) -> Any:
+        @functools.wraps(original)
+        def step(self: Any, metrics: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, metrics, *args, **kwargs)
+            is_number = isinstance(metrics, (int, float, torch.Tensor))
+            if hub.active and is_number and not torch.compiler.is_compiling():
+                hub.emit("plateau_end", self, float(metrics))
+            return result
+
+        return step
+
     patches.replace(LRScheduler, "step", wrap)
+    patches.replace(ReduceLROnPlateau, "step", wrap_plateau)
     patches.replace(LRScheduler, "__init__", wrap_init)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -124,6 +125,80 @@ def cosine_of_epochs_of_a_function() -> None:
 def warm_up_and_cosine(optimizer: torch.optim.Optimizer) -> LRScheduler:
     parts = [LinearLR(optimizer, total_iters=2), CosineAnnealingLR(optimizer, LONG - 2)]
     return SequentialLR(optimizer, parts, [2])
+
+
+def per_microbatch(make: Callable[[torch.optim.Optimizer], LRScheduler], *, per_batch: bool) -> None:
+    """Accumulate gradients over 4 microbatches, with a step of the schedule for each, or per update."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = make(optimizer)
+    for number, (x, y) in enumerate(batches(4 * STEPS)):
+        (F.cross_entropy(model(x), y) / 4).backward()
+        if number % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+        if per_batch or number % 4 == 3:
+            schedule.step()
+
+
+@fault(rule="schedule", kind="past_end", severity="warning", step=3, names="takes 4 steps per step")
+def cosine_stepped_per_microbatch(injected: bool) -> None:
+    per_microbatch(lambda one: CosineAnnealingLR(one, STEPS), per_batch=injected)
+
+
+@control
+def cosine_of_microbatches() -> None:
+    per_microbatch(lambda one: CosineAnnealingLR(one, 4 * STEPS), per_batch=True)
+
+
+@control
+def warm_restarts_per_microbatch() -> None:
+    per_microbatch(lambda one: CosineAnnealingWarmRestarts(one, STEPS), per_batch=True)
+
+
+@control
+def cosine_that_rises_again_on_purpose() -> None:
+    per_microbatch(lambda one: CosineAnnealingLR(one, 3), per_batch=False)
+
+
+def on_plateau(mode: Literal["min", "max"], metrics: Sequence[float], patience: int = 0) -> None:
+    """Train a step for each metric."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = ReduceLROnPlateau(optimizer, mode, patience=patience)
+    for metric, (x, y) in zip(metrics, batches(len(metrics)), strict=True):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        schedule.step(metric)
+
+
+FALLING = [2.0 * 0.8**step for step in range(4)]
+
+
+@fault(rule="schedule", kind="wrong_direction", severity="warning", step=3, names="mode='max'")
+def loss_that_is_maximised(injected: bool) -> None:
+    on_plateau("max" if injected else "min", FALLING)
+
+
+@fault(rule="schedule", kind="wrong_direction", severity="info", step=3, names="mode='min'")
+def accuracy_that_is_minimised(injected: bool) -> None:
+    on_plateau("min" if injected else "max", [0.3, 0.5, 0.6, 0.7])
+
+
+@control
+def accuracy_that_stays() -> None:
+    on_plateau("max", [0.6, 0.58, 0.59, 0.57, 0.58, 0.59])
+
+
+@control
+def accuracy_that_rose_before_it_fell() -> None:
+    on_plateau("max", [0.5, 0.8, 0.7, 0.6, 0.5, 0.4])
+
+
+@control
+def loss_with_patience() -> None:
+    on_plateau("max", FALLING, patience=2)
 
 
 PER_EPOCH: dict[str, tuple[Callable[[torch.optim.Optimizer], LRScheduler], int]] = {

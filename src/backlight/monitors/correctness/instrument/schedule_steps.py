@@ -15,9 +15,11 @@ from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.loader_batches import length
 from backlight.monitors.correctness.rules.schedule_steps import (
     BeforeOptimizer,
+    PastEnd,
     PerBatch,
     PerEpoch,
     SeveralSteps,
+    WrongDirection,
 )
 
 DECAY = 1e-3
@@ -33,6 +35,12 @@ OBSERVED_SHARE = 0.5
 TAKEN_SHARE = 0.25
 """Share of its steps above which a schedule that ends with the run is not one of epochs."""
 
+
+CUTS = 2
+"""Cuts of a learning rate before the direction of the metric that led to them is compared."""
+
+MOVED = 0.2
+"""Share of its first value by which a metric has moved in the other direction, at least."""
 
 MAX_LENGTHS = 8
 """Schedules that are compared with what they were created for, the newest ones."""
@@ -56,6 +64,15 @@ class _Length:
     updates: int = 0
 
 
+@dataclass
+class _Plateau:
+    """The first metric of a plateau schedule, its last learning rates, and how often it cut one."""
+
+    first: float
+    rates: list[Any]
+    cuts: int = 0
+
+
 class ScheduleSteps(Check):
     """Counts the steps of schedules and optimizers, and where the loader is in its epoch.
 
@@ -70,6 +87,7 @@ class ScheduleSteps(Check):
         self._several: weakref.WeakSet[Any] = weakref.WeakSet()
         self._reported: weakref.WeakSet[Any] = weakref.WeakSet()
         self._optimizer_steps = weakref.WeakKeyDictionary[torch.optim.Optimizer, int]()
+        self._plateaus = weakref.WeakKeyDictionary[Any, _Plateau]()
         self._lengths = deque[_Length](maxlen=MAX_LENGTHS)
         self._since: dict[int, tuple[int, int]] = {}  # steps since that of the optimizer, and before that
         self._epoch: tuple[int, int, int] | None = None  # sampler, batches, and number of the batch
@@ -139,12 +157,39 @@ class ScheduleSteps(Check):
             if now == before > 1 and schedule not in self._several:
                 self._several.add(schedule)
                 self.record(SeveralSteps(self.step, type(schedule).__name__, now, self.run.world_size))
+            if now == before > 1:
+                self._compare_end(schedule, now)
         if steps or optimizer in self._reported:
             return
         self._reported.add(optimizer)
         early = [s for s, count in self._steps.items() if s.optimizer is optimizer and count == 1]
         if early and not self._has_loaded and self.run.scope.holds(optimizer):
             self.report(BeforeOptimizer(self.step, type(early[0]).__name__))
+
+    def _compare_end(self, schedule: Any, count: int) -> None:
+        """Report a cosine that is past its minimum after several steps per step of the optimizer."""
+        if schedule in self._reported or not isinstance(schedule, CosineAnnealingLR) or self._has_loaded:
+            return
+        taken, length = schedule.last_epoch, schedule.T_max
+        if taken > length and self.run.scope.holds(schedule.optimizer):
+            self._reported.add(schedule)
+            name = type(schedule).__name__
+            self.report(PastEnd(self.step, name, count, taken, length, self.run.world_size))
+
+    def plateau_end(self, schedule: Any, metric: float) -> None:
+        """Compare the metrics with the first one, once they have cut the learning rate."""
+        rates = [group["lr"] for group in schedule.optimizer.param_groups]
+        plateau = self._plateaus.setdefault(schedule, _Plateau(metric, rates))
+        is_cut, plateau.rates = rates != plateau.rates, rates
+        if not is_cut or schedule in self._reported or self._has_loaded:
+            return
+        plateau.cuts += 1
+        moved = (metric - plateau.first) * (-1 if schedule.mode == "max" else 1)
+        is_best = schedule.best == plateau.first and moved > MOVED * abs(plateau.first)
+        if plateau.cuts >= CUTS and is_best and self.run.scope.holds(schedule.optimizer):
+            self._reported.add(schedule)
+            name, mode = type(schedule).__name__, schedule.mode
+            self.report(WrongDirection(self.step, name, mode, plateau.cuts, plateau.first, metric))
 
     def schedule_end(self, schedule: Any) -> None:
         """Compare the schedule with the epoch."""

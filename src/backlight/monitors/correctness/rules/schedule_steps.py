@@ -112,6 +112,59 @@ class PerEpoch(Fact, rule="schedule", kind="per_epoch"):
         )
 
 
+class PastEnd(Fact, rule="schedule", kind="past_end"):
+    """A cosine is past its minimum, with ``count`` steps per step of the optimizer, in so many processes."""
+
+    schedule: str
+    count: int
+    taken: int
+    length: int
+    processes: int
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        per_process = "once per process" if self.count == self.processes else "once per microbatch"
+        return self.finding(
+            f"{self.schedule} takes {self.count} steps per step of the optimizer, and rises again",
+            f"`{self.schedule}.step()` is called {self.count} times for each `optimizer.step()`, as if "
+            f"{per_process}. It was created for {self.length:,} steps and has taken {self.taken:,} by step "
+            f"{self.step:,}: the learning rate was at its minimum after {self.length // self.count:,} steps "
+            "of the optimizer, and rises since then.",
+            evidence=(self.taken, "steps of the schedule"),
+            fix=(
+                "Call `scheduler.step()` once after each `optimizer.step()`, or create the schedule for "
+                f"{self.count} times as many steps."
+            ),
+            refuted_if="the learning rate is meant to rise and fall again and again.",
+        )
+
+
+class WrongDirection(Fact, rule="schedule", kind="wrong_direction"):
+    """A plateau schedule has cut the rate ``cuts`` times or more; of its metrics the first is the best."""
+
+    schedule: str
+    mode: str
+    cuts: int
+    first: float
+    last: float
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        is_max, first, last = self.mode == "max", phrases.number(self.first), phrases.number(self.last)
+        moves, other = ("falls", "min") if is_max else ("rises", "max")
+        return self.finding(
+            f"{self.schedule}(mode='{self.mode}') cuts the learning rate while its metric {moves}",
+            f"Its metric went from {first} to {last}, and in mode '{self.mode}' the first is the best: no "
+            f"value since then counted as better, and the learning rate was cut at least {self.cuts} times.",
+            severity=Severity.WARNING if is_max else Severity.INFO,
+            evidence=(self.cuts, "cuts of the learning rate"),
+            fix=f"For a {'loss' if is_max else 'score such as an accuracy'}, pass `mode='{other}'`.",
+            refuted_if=(
+                "the metric is a score that gets worse."
+                if is_max
+                else "the metric is a loss that rises from its first value on, as when the model overfits."
+            ),
+        )
+
+
 class SeveralSteps(Fact, event="schedule_steps"):
     """A schedule takes ``count`` steps per step of its optimizer, in a job of so many processes."""
 
