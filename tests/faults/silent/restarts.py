@@ -46,6 +46,37 @@ def adam_created_in_every_epoch(injected: bool) -> None:
     epochs_of(adam if injected else once(adam))
 
 
+def steps_of(make: Make, count: int = 24, each: int = 1) -> None:
+    """Take so many times ``each`` steps, with the optimizer that ``make(number, model)`` returns."""
+    model = perceptron()
+    for number in range(count):
+        optimizer = make(number, model)
+        for x, y in batches(each):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+@fault(rule="trained_tensors", kind="state_lost", severity="warning", step=16, names="17 times")
+def adam_created_in_every_step(injected: bool) -> None:
+    steps_of(adam if injected else once(adam))
+
+
+@control
+def search_of_three_steps_each() -> None:
+    steps_of(adam, 10, 3)
+
+
+@control
+def search_of_one_step_each() -> None:
+    steps_of(adam, 15)
+
+
+@control
+def plain_descent_created_in_every_step() -> None:
+    steps_of(plain)
+
+
 def momentum(_: int, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
 

@@ -33,6 +33,9 @@ RESTARTS = 2
 STEPS = 4
 """Steps that make an optimizer more than a trial: a search for the batch size takes three with each."""
 
+BRIEF = 16
+"""The same for optimizers of a single step each: a search takes several, and ends sooner."""
+
 MAX_PARAMETERS = 12
 """Matrices that are followed, evenly over the parameters."""
 
@@ -62,6 +65,7 @@ class _Holder:
     begin: int
     weights: Snapshot | None
     restarts: int = 0
+    brief: int = 0  # restarts after a single step
     has_state: bool = False
 
 
@@ -111,13 +115,17 @@ class OptimizerRestarts(Check):
         made, before = self._made.get(optimizer), self._holders.get(key)
         now = _Holder(weakref.ref(optimizer), weakref.ref(params[0]), made, self.step, self._read(params))
         self._holders[key], self._last = now, optimizer
-        if before is None or before.made is None or made is None or before.first() is not params[0]:
+        if before is None or before.first() is not params[0]:
+            return
+        if before.made is None or made is None:  # made in a stretch that is not observed
+            now.brief = before.brief
             return
         is_same = made.follows and made.settings == before.made.settings
-        is_lost = before.has_state and self.step - before.begin >= STEPS
-        if is_same and is_lost and not optimizer.state:
+        steps = self.step - before.begin
+        if is_same and before.has_state and not optimizer.state and (steps >= STEPS or steps == 1):
             name = type(optimizer).__name__
-            self.when_known(functools.partial(self._compare, before, now, name, self.step))
+            compare = functools.partial(self._compare, before, now, name, self.step, is_brief=steps == 1)
+            self.when_known(compare)
 
     def _read(self, params: Sequence[Tensor]) -> Snapshot | None:
         """Return samples of some matrices; None where there is none to read."""
@@ -126,7 +134,7 @@ class OptimizerRestarts(Check):
             return None
         return self.snapshot([sampled(local(p), VALUES) for p in thinned(matrices, MAX_PARAMETERS)])
 
-    def _compare(self, before: _Holder, now: _Holder, name: str, step: int) -> None:
+    def _compare(self, before: _Holder, now: _Holder, name: str, step: int, *, is_brief: bool) -> None:
         """Count a restart, unless the weights have been initialised again, as for the next fold."""
         first = before.weights.arrays if before.weights is not None else []
         last = now.weights.arrays if now.weights is not None else []
@@ -135,9 +143,11 @@ class OptimizerRestarts(Check):
             is_equal = all(np.array_equal(a, b) for a, b in zip(first, last, strict=True))
             if is_equal or max(cosines) < UNRELATED:
                 return
-        now.restarts = before.restarts + 1
-        if now.restarts >= RESTARTS and now.made is not None:
-            self.report(StateLost(step, name, now.made.line, now.restarts))
+        now.restarts, now.brief = before.restarts + (not is_brief), before.brief + is_brief
+        brief = now.brief
+        is_reported = (brief >= BRIEF and not brief & (brief - 1)) if is_brief else now.restarts >= RESTARTS
+        if is_reported and now.made is not None:
+            self.report(StateLost(step, name, now.made.line, brief if is_brief else now.restarts))
 
     def optimizer_end(self, optimizer: Optimizer) -> None:
         """Note after its first step whether it has a state to lose."""

@@ -290,6 +290,29 @@ class MadeInForward(_Trained, rule="trained_tensors", kind="made_in_forward"):
         )
 
 
+class NeverStepped(_Trained, rule="trained_tensors", kind="never_stepped"):
+    """Gradients of an optimizer with so many parameters are cleared again and again, and it takes no step."""
+
+    about = "optimizer"
+    optimizer: str
+    line: str
+    parameters: int
+    names: Names
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.optimizer} never takes a step, and its gradients are cleared",
+            f"By step {facts[-1].step} {self.optimizer}{phrases.at_line(self.line)} had taken no step, while "
+            f"{self.names} had gradients that are not zero and were cleared again. Nothing has changed these "
+            "weights.",
+            line=self.line,
+            parameter=self.names.first[0],
+            evidence=(self.parameters, "parameters"),
+            fix="Call `step()` of this optimizer after the backward of its loss.",
+            refuted_if="the optimizer begins to take steps later in the run.",
+        )
+
+
 class StateLost(_Trained, rule="trained_tensors", kind="state_lost"):
     """An optimizer starts without the state of the one before, with its parameters and settings."""
 
@@ -307,7 +330,7 @@ class StateLost(_Trained, rule="trained_tensors", kind="state_lost"):
             "after steps of the one before. Moments and step counts start at 0 each time.",
             line=self.line,
             evidence=(facts[-1].restarts, "restarts"),
-            fix="Create the optimizer once, before the loop over epochs, and use it in all of them.",
+            fix="Create the optimizer once, before the training loop, and use it in all epochs and steps.",
             refuted_if="each of these optimizers begins a training run of its own.",
         )
 
