@@ -284,6 +284,32 @@ def test_wait_for_the_first_batch_of_each_epoch(tmp_path: Path, evaluated: Any) 
 
 
 @pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"workers": 0}, False),
+        ({"batches": 2}, False),
+        ({"wait": 0.01}, False),
+        ({"step": 2.0}, False),
+    ],
+    ids=["workers", "no workers", "two batches", "short", "long steps"],
+)
+def test_iterator_with_workers_in_every_step(
+    changes: dict[str, Any], expected: bool, tmp_path: Path, evaluated: Any
+) -> None:
+    case: dict[str, Any] = {"workers": 2, "batches": 1, "wait": 0.2, "step": 0.02} | changes
+    scalars = {
+        "phase/data": [case["wait"]] * 48,
+        "phase/backward": [case["step"]] * 48,
+        "batch": [number % case["batches"] for number in range(48)],
+    }
+    info = (47, RUNTIME_INFO, {"cores": 8, "threads": 1, "workers": case["workers"]})
+    run = build_run(tmp_path / "run", monitors=("steptime",), scalars=scalars, events=[info])
+    titles = [finding.title for finding in evaluated(run, "bottleneck")]
+    assert ("Every step creates an iterator of its loader, with workers" in titles) == expected
+
+
+@pytest.mark.parametrize(
     "times",
     [
         {"first": 0.004, "other": 0.001},

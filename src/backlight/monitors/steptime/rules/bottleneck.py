@@ -74,8 +74,9 @@ SHARED = frozenset({Phase.BACKWARD, Phase.CLIP, Phase.OPTIMIZER})
 def bottleneck(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     """Find what takes the time of a steady step; data, device and copies from a stored profile."""
     of_a_profile = (_launches, _communication, _copies)
-    of_samples = (_device_waits, _pauses)
-    for find in (_data, *of_samples, _epochs, *of_a_profile, _optimizer, _anomaly, _threads, _late_rank):
+    of_loader, of_samples = (_data, _epochs, _iterators), (_device_waits, _pauses)
+    of_the_rest = (_optimizer, _anomaly, _threads, _late_rank)
+    for find in (*of_loader, *of_samples, *of_a_profile, *of_the_rest):
         yield from find(run, limits)
 
 
@@ -239,6 +240,35 @@ def _epochs(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
             "share before the loader is built."
         ),
         refuted_if="the epochs are as long with workers that persist.",
+    )
+
+
+def _iterators(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
+    """Find steps each of which waits for the first batch of an iterator of its own, with workers."""
+    table, batch, info = read_phases(run), run.scalar("batch"), read_runtime_info(run)
+    workers = 0 if info is None else int(info.payload.get("workers") or 0)
+    if table is None or not workers or len(batch.steps) < limits.steady_steps or batch.values.any():
+        return
+    waits = table.phase(Phase.DATA)
+    share, wait = float(np.median(waits / table.total)), float(np.median(waits))
+    if share <= limits.epoch_share or wait < limits.epoch_wait:
+        return
+    yield Finding(
+        severity=Severity.WARNING,
+        title="Every step creates an iterator of its loader, with workers",
+        detail=(
+            f"All {len(batch.steps)} recorded steps took the first batch of an iterator. Each creates one, "
+            f"which starts {count(workers, 'worker process', 'worker processes')} unless they persist, and "
+            f"drops what they have prepared. The wait for the batch is {duration(wait)} in the median. "
+            f"Expected gain: at most {percent(share)} of a step."
+        ),
+        subject=Subject(phase=Phase.DATA, step=int(batch.steps[0])),
+        evidence=(phase_evidence(table, Phase.DATA),),
+        fix=(
+            "Loop over the loader, or create `iter(loader)` once and call `next` on it, in place of "
+            "`next(iter(loader))`. With one batch per epoch, set `persistent_workers=True`."
+        ),
+        refuted_if="the steps are as long with one iterator for all of them.",
     )
 
 
