@@ -58,6 +58,42 @@ def no_set_epoch(injected: bool) -> None:
     epochs(loader, lambda _: None if injected else sampler.set_epoch(_))
 
 
+def loaders_anew(
+    seed_of: Callable[[int], int], *, count: int = 4, is_optimizer_anew: bool = False, shuffle: bool = True
+) -> None:
+    """Train for some epochs, each with a loader of its own over the same data."""
+    data, model = samples(), perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for epoch in range(count):
+        if is_optimizer_anew:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(seed_of(epoch))
+        for x, y in DataLoader(data, batch_size=8, shuffle=shuffle, generator=generator):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            optimizer.step()
+
+
+@fault(rule="repeated_data", severity="warning", step=11, kind="order", names="RandomSampler")
+def loader_with_the_same_seed_for_each_epoch(injected: bool) -> None:
+    loaders_anew(lambda epoch: 0 if injected else epoch)
+
+
+@control
+def two_loaders_with_the_same_seed() -> None:
+    loaders_anew(lambda _: 0, count=2)
+
+
+@control
+def optimizers_that_are_compared_on_the_same_order() -> None:
+    loaders_anew(lambda _: 0, is_optimizer_anew=True)
+
+
+@control
+def loader_anew_in_the_order_of_the_data() -> None:
+    loaders_anew(lambda _: 0, shuffle=False)
+
+
 @fault(rule="repeated_data", severity="warning", step=3, kind="first", names="loader of TensorDataset")
 def first_batch_only(injected: bool) -> None:
     loader = DataLoader(samples(), batch_size=8)

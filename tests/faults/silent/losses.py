@@ -253,6 +253,37 @@ def kl_div_of_probabilities_and_cross_entropy(injected: bool) -> None:
     distilled_with_labels(lambda out: out.softmax(1) if injected else out.log_softmax(1))
 
 
+def gathered(dimension: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss that chooses the log-probabilities of the targets itself."""
+    return lambda out, y: -out.log_softmax(dimension).gather(-1, y[:, None]).mean()
+
+
+@fault(rule="loss_input", severity="error", step=0, kind="softmax_dimension", names="`gather` takes its")
+def log_softmax_over_the_batch_and_gather(injected: bool) -> None:
+    train(perceptron(), loss_of=gathered(0 if injected else -1))
+
+
+@control
+def columns_of_similarities() -> None:
+    """A contrastive loss whose log-probabilities are those of the other view."""
+    keys = torch.randn(8, 3)
+
+    def loss_of(out: Tensor, _: Tensor) -> Tensor:
+        similarities = out @ keys[: len(out)].T
+        pairs = torch.arange(len(out))[:, None]
+        return -(
+            similarities.log_softmax(0).gather(1, pairs) + similarities.log_softmax(1).gather(1, pairs)
+        ).mean()
+
+    train(perceptron(), loss_of=loss_of)
+
+
+@control
+def gather_of_the_logarithm_over_time() -> None:
+    """Attention over positions: the softmax runs over them, and so does the choice."""
+    train(perceptron(), loss_of=lambda out, y: -out.T.log_softmax(0).gather(0, y[None]).mean())
+
+
 @fault(rule="loss_input", severity="error", step=0, kind="one_output", names="over a single class")
 def cross_entropy_over_one_class(injected: bool) -> None:
     outputs = 1 if injected else 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import random
 import weakref
@@ -77,9 +78,15 @@ SHUFFLING = frozenset({"RandomSampler", "SubsetRandomSampler", "WeightedRandomSa
 
 @dataclass
 class _Loader:
-    """What one loader gave: digests of the first batches of this epoch, and of the one before."""
+    """What one loader gave: digests of the first batches of this epoch, and of the one before.
+
+    One that is created anew for each epoch, over the same data set, is the same loader; ``repeats`` is how
+    often it then gave the batches of the epoch before.
+    """
 
     sampler: weakref.ref[Any]
+    is_renewed: bool = False
+    repeats: int = 0
     epochs: int = 0
     this: list[str] = field(default_factory=list)
     last: list[str] = field(default_factory=list)
@@ -92,7 +99,8 @@ class _Loader:
 class LoaderBatches(Check):
     """``repeated_data``: what the loaders give whose batches are followed by a backward.
 
-    A loader is identified by its sampler of indices, which it keeps over all epochs.
+    A loader is identified by its sampler of indices, which it keeps over all epochs. Another optimizer begins
+    another training run, whose order may be that of the one before.
     """
 
     name = "loader_batches"
@@ -101,6 +109,11 @@ class LoaderBatches(Check):
     def _start(self) -> None:
         self._loaders: dict[int, _Loader] = {}
         self._latest: _Loader | None = None
+        self._of_data: dict[tuple[int, str, int], tuple[weakref.ref[Any], _Loader]] = {}
+
+    def optimizer_made(self, optimizer: torch.optim.Optimizer) -> None:
+        """Loaders that follow are those of another training run."""
+        self._of_data.clear()
 
     @property
     def every_step(self) -> bool:  # type: ignore[override]
@@ -120,7 +133,9 @@ class LoaderBatches(Check):
         loader = self._loaders.get(id(sampler))
         if loader is None or loader.sampler() is not sampler:
             try:
-                loader = self._loaders[id(sampler)] = _Loader(weakref.ref(sampler))
+                loader = self._loaders[id(sampler)] = self._renewed(
+                    sampler, getattr(iterator, "_dataset", None)
+                )
             except TypeError:  # a list
                 return
         self._latest = loader
@@ -142,6 +157,19 @@ class LoaderBatches(Check):
             self._compare_epochs(loader, iterator)
             self._compare_batches(loader, iterator, workers, batch)
 
+    def _renewed(self, sampler: Any, data: Any) -> _Loader:
+        """Return the loader that a new sampler belongs to: one whose sampler is gone, of the same data."""
+        reference = weakref.ref(sampler)
+        key = id(data), kind_of_sampler(sampler), length(sampler)
+        of_data, loader = self._of_data.get(key, (None, None))
+        if loader is None or of_data is None or of_data() is not data or loader.sampler() is not None:
+            loader = _Loader(reference)
+            with contextlib.suppress(TypeError):  # data of a list
+                self._of_data[key] = weakref.ref(data), loader
+        else:
+            loader.sampler, loader.is_renewed = reference, True
+        return loader
+
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """The last batch is one to learn from."""
         if self._latest is not None:
@@ -153,7 +181,8 @@ class LoaderBatches(Check):
             return
         step, sampler, data = self.step, kind_of_sampler(loader.sampler()), data_of(iterator)
         if len(this) > 1 and len(set(this)) > 1:
-            if sampler in SHUFFLING:
+            loader.repeats += 1
+            if sampler in SHUFFLING and loader.repeats > loader.is_renewed:
                 self.report(facts.SameOrder(step, sampler, data, len(this), loader.epochs))
         elif len(this) == 1 and length(loader.sampler()) > 1:
             loader.single += 1

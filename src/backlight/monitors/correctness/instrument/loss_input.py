@@ -44,6 +44,9 @@ _SCORES = kinds(
 )
 """Nodes whose values are no log-probabilities."""
 
+_AFFINE = kinds("Addmm Linear Convolution")
+"""Layers of scores per class. Products alone are similarities as well, of which columns may be compared."""
+
 _CTC = kinds("CtcLoss CudnnCtcLoss")
 _DIFFERENCES = kinds("MseLoss SmoothL1Loss HuberLoss")
 _NOT_PREDICTED = kinds("AccumulateGrad Unsqueeze View Reshape ReshapeAlias Expand Slice Index Select")
@@ -88,6 +91,8 @@ def misuses(root: Node | None, step: int, sizes: AbstractSet[int] = frozenset())
             yield from _broadcast(node, step, sizes)
         elif kind in {"Pow", "Abs"}:
             yield from _broadcast(first_input(node), step, sizes)
+        elif kind == "Gather":
+            yield from _gathered(node, step)
         elif kind == "Mul" and _has_attached_advantage(node):
             yield facts.AttachedAdvantage(step)
 
@@ -193,14 +198,28 @@ def _below_nll(inputs: Sequence[Node | None], step: int) -> Iterator[Fact]:
 
 def _dimension(node: Node, step: int) -> Iterator[Fact]:
     """Find log-probabilities that add up over another dimension than that of the classes, the second one."""
-    shape, dimension = shape_of(node), getattr(node, "_saved_dim", None)
+    shape, dimension = shape_of(node), _saved_dimension(node)
     if shape is not None and len(shape) > 1 and shape[1] == 1:
         yield facts.OneOutput(step, list(shape))
-    elif shape is not None and dimension is not None and len(shape) > 1:
-        # torch hands out the dimension without its sign.
-        dimension = (dimension - 2**64 if dimension >= 2**63 else dimension) % len(shape)
-        if dimension != 1:
-            yield facts.SoftmaxDimension(step, dimension, list(shape))
+    elif shape is not None and dimension is not None and len(shape) > 1 and dimension != 1:
+        yield facts.SoftmaxDimension(step, dimension, list(shape))
+
+
+def _gathered(node: Node, step: int) -> Iterator[Fact]:
+    """Find log-probabilities of a layer's scores whose sums run over another dimension than the choice."""
+    below = _below_cast(first_input(node))
+    shape, classes, dimension = shape_of(below), _saved_dimension(node), _saved_dimension(below)
+    is_of_layer = kind_of(below) == "LogSoftmax" and _source(inputs_of(below)[:1]) in _AFFINE
+    if shape and is_of_layer and classes is not None and dimension is not None and dimension != classes:
+        yield facts.SoftmaxDimension(step, dimension, list(shape), "gather", classes)
+
+
+def _saved_dimension(node: Node | None) -> int | None:
+    """Return the dimension that a node works along; torch hands it out without its sign."""
+    shape, dimension = shape_of(node), getattr(node, "_saved_dim", None)
+    if not shape or dimension is None:
+        return None
+    return int((dimension - 2**64 if dimension >= 2**63 else dimension) % len(shape))
 
 
 def _below_log_softmax(inputs: Sequence[Node | None], step: int) -> Iterator[Fact]:

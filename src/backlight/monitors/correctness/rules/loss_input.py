@@ -177,18 +177,20 @@ class NllOfScores(_Misuse, rule="loss_input", kind="nll_of_scores"):
 
 
 class SoftmaxDimension(_Misuse, rule="loss_input", kind="softmax_dimension"):
-    """The log-softmax before ``nll_loss`` runs over another dimension than that of the classes."""
+    """The log-softmax below a loss runs over another dimension than that of the classes."""
 
     dimension: int
     shape: list[int]
+    loss: str = "nll_loss"
+    classes: int = 1
 
     severity = Severity.ERROR
-    title = "The softmax before `nll_loss` runs over dimension {dimension} instead of the classes"
+    title = "The softmax before `{loss}` runs over dimension {dimension} instead of the classes"
     detail = (
-        "The log-softmax of shape {shape} runs over dimension {dimension}, and `nll_loss` takes its classes "
-        "from dimension 1: the probabilities that add up to 1 are those of one class over different samples."
+        "The log-softmax of shape {shape} runs over dimension {dimension}, and `{loss}` takes its classes "
+        "from dimension {classes}: what adds up to 1 are probabilities of one class over different samples."
     )
-    fix = "Use `log_softmax(x, dim=1)`, or give the logits to `cross_entropy`."
+    fix = "Use `log_softmax(x, dim={classes})`, or give the logits to `cross_entropy`."
 
 
 class OneClass(_Misuse, rule="loss_input", kind="one_class"):

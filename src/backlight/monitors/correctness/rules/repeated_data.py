@@ -294,7 +294,7 @@ def _order(facts: Sequence[SameOrder], limits: RepeatedDataLimits) -> Iterator[F
                 fix=(
                     "Call `sampler.set_epoch(epoch)` before each epoch."
                     if sampler == "DistributedSampler"
-                    else "Seed the random numbers once, before the first epoch, not in the loop."
+                    else "Seed the random numbers, or a generator of the loader, once: not in every epoch."
                 ),
                 refuted_if="the indices of two epochs differ.",
             )
