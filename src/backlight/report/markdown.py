@@ -52,7 +52,8 @@ def answer_markdown(answer: Answer, title: str) -> str:
         titles = [escape(column.title) for column in table.columns]
         rules = ["--:" if column.kind == "number" else ":--" for column in table.columns]
         rows = ([escape(cell) for cell in cells] for cells in table.cells(MAX_ROWS))
-        lines += ["", *(f"| {' | '.join(cells)} |" for cells in (titles, rules, *rows))]
+        lines += ["", *([f"## {escape(table.title)}", ""] if table.title else [])]
+        lines += [f"| {' | '.join(cells)} |" for cells in (titles, rules, *rows)]
         lines += [f"\n{escape(note)}" for note in table.notes]
     return "\n".join([*lines, "", *(f"- {escape(note)}" for note in answer.notes)]) + "\n"
 

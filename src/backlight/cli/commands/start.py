@@ -148,7 +148,7 @@ def report(
             elif form == "llms":
                 raise ValueError(f"report: {path} is a test matrix; expected --format html or md")
             else:
-                write(matrix_report.write_report(path, target, as_html=form == "html"))
+                write(matrix_report.write_report(path, target))
             return
     with report_panel_warnings() as failed:
         if bundle is not None:

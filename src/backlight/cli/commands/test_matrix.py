@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from backlight.answer import Answer
 from backlight.cli.app import command
-from backlight.cli.console import Page, print_json
+from backlight.cli.console import Page, print_answer
 from backlight.cli.options import PATH, json_option, parse_fail_on
 from backlight.records import DiagnosisKind
-from backlight.terminal import make_console, write
+from backlight.terminal import write
 from backlight.text import visible
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from backlight.diagnose.test_matrix.evaluation import CaseResult
     from backlight.diagnose.test_matrix.plan import Case
-    from backlight.diagnose.test_matrix.report import MatrixReport
 
 _COLOURS = {DiagnosisKind.PASS: "green"} | dict.fromkeys(
     (DiagnosisKind.UNKNOWN, DiagnosisKind.DID_NOT_FINISH, DiagnosisKind.SLOW), "yellow"
@@ -60,7 +56,7 @@ def run_test_matrix(
     An interrupted test matrix resumes.
     """
     from backlight.diagnose.test_matrix.plan import write_plan
-    from backlight.diagnose.test_matrix.report import write_bundle, write_report
+    from backlight.diagnose.test_matrix.report import answer, write_bundle, write_report
     from backlight.diagnose.test_matrix.runner import execute, prepare
     from backlight.store.export import check_archive
 
@@ -72,7 +68,7 @@ def run_test_matrix(
     if bundle is not None:
         check_archive(bundle)
     prepared = prepare(plan)
-    page, console = Page(errors=as_json), make_console(stderr=as_json)
+    page = Page(errors=as_json)
     if check:
         _print_cases(page, prepared.cases)
         return 0
@@ -82,12 +78,10 @@ def run_test_matrix(
         on_start=lambda case: page.say((f"{case.name} ...", "dim")),
         on_end=lambda result: _print_result(page, result),
     )  # fmt: skip
-    write_report(folder, folder / "report.md", as_html=False)
-    html = write_report(folder, folder / "report.html", as_html=True)
-    if as_json:
-        print_json(Answer(report.headline, report).as_json())
-    else:
-        _print_report(report, console)
+    write_report(folder, folder / "report.md")
+    html = write_report(folder, folder / "report.html")
+    print_answer(answer(report, full=False), as_json=as_json, full=True)
+    if not as_json:
         page.say(f"report: {html}")
     if bundle is not None:
         write(write_bundle(folder, bundle), file=sys.stderr if as_json else sys.stdout)
@@ -100,16 +94,6 @@ def _print_result(page: Page, result: CaseResult) -> None:
     words = f"{visible(result.case.name)}  {result.observation.seconds:.1f} s  {visible(evaluation.claim)}"
     verdict = f"{evaluation.verdict.value:<15}", _COLOURS.get(evaluation.verdict, "red")
     page.sentence(verdict, words, indent=15)
-
-
-def _print_report(report: MatrixReport, console: Console) -> None:
-    """Print the short report; no text of a case or a plan acts on the terminal."""
-    from rich.markdown import Markdown
-
-    from backlight.diagnose.test_matrix.report import as_markdown
-
-    # The joiner that keeps an address from being a link.
-    console.print(Markdown(as_markdown(report, full=False).replace("&#8203;", ""), hyperlinks=False))
 
 
 def _print_cases(page: Page, cases: Sequence[Case]) -> None:

@@ -1,4 +1,4 @@
-"""The report of a test matrix: what ``test-matrix.json`` holds, and Markdown, from which HTML follows."""
+"""The report of a test matrix: what ``test-matrix.json`` holds, and the answer that is printed of it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from urllib.parse import quote
 
-from markdown_it import MarkdownIt
-
-from backlight import atomic_files, codec
+from backlight import codec
+from backlight.answer import Answer, Column, Table, word
 from backlight.diagnose.test_matrix.case_run import EVIDENCE, OUTPUTS
 from backlight.diagnose.test_matrix.decision_tree import Branch, Status
 from backlight.diagnose.test_matrix.evaluation import CaseComparison, CaseResult
 from backlight.diagnose.test_matrix.plan import FORMAT, UNDECIDED
 from backlight.processes import available_cores
 from backlight.records import DiagnosisKind
-from backlight.report.markdown import code, escape
+from backlight.report.overlay import write_answer
 from backlight.store.export import write_archive
 from backlight.untrusted_files import read
 
@@ -32,14 +30,6 @@ _FIXES = {
     DiagnosisKind.CRASH: "read the error that comes from this line",
     DiagnosisKind.SLOW: "profile from this line",
 }
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>backlight test-matrix</title><style>
-body{color-scheme:light dark;font:15px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto}
-table{border-collapse:collapse}th,td{text-align:left;padding:.3rem .6rem;border-bottom:1px solid #8884}
-</style></head><body>
-"""
 
 
 class MatrixDirectoryError(ValueError):
@@ -66,87 +56,108 @@ class MatrixReport:
         return "; ".join(filter(None, conclusions)) or counts
 
 
-def as_markdown(report: MatrixReport, *, full: bool = True) -> str:
-    """Return the report as Markdown; not ``full`` leaves out the evidence of each case."""
-    return "\n".join(_lines(report, full=full)) + "\n"
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One thing to do: where, why, and the command that shows whether it helped."""
+
+    do: str
+    at: str
+    why: str
+    verify: str
 
 
-def _lines(report: MatrixReport, *, full: bool) -> Iterator[str]:
-    yield f"# {escape(report.name)}: {escape(report.headline)}\n"
-    yield f"Run again: {code(report.rerun)}\n\n## Cases\n"
-    yield "| case | verdict | seconds | control | factor | claim |\n|---|---|---|---|---|---|"
-    for result in report.cases:
-        case, evaluation = result.case, result.evaluation
-        times = f"{result.observation.seconds:.1f} of {case.time_limit:g}"
-        claim = f"{evaluation.claim} [{evaluation.line}]" if evaluation.line else evaluation.claim
-        cells = (case.name, evaluation.verdict.value, times, case.control, case.factor, claim)
-        yield f"| {' | '.join(escape(cell) for cell in cells)} |"
-    sections = {
-        "Cases against their controls": [_comparison(each) for each in report.comparisons],
-        "Decision tree": [
-            f"**{b.status.name.lower()}**: {escape(f'{b.text} ({b.why})')}" for b in report.branches
-        ],
-        "What to do, in this order": list(_actions(report)),
-    }
-    for title, items in sections.items():
-        yield f"\n## {title}\n"
-        yield from [f"1. {item}" for item in items] or ["None."]
-    for result in report.cases if full else ():
-        yield from _evidence(result)
+@dataclass(frozen=True, slots=True)
+class StatedFact:
+    """What is known of a case, as one line of its evidence."""
+
+    case: str
+    what: str
+    text: str
+
+
+def answer(report: MatrixReport, *, full: bool = True) -> Answer:
+    """Return the answer of a test matrix; not ``full`` leaves out the evidence of each case."""
+    evidence = [stated for result in report.cases for stated in _evidence(result)]
+    tables = (
+        Table(
+            (
+                word("case", lambda row: row.case.name),
+                word("verdict", lambda row: row.evaluation.verdict.value),
+                Column("seconds", lambda row: row.observation.seconds, lambda seconds: f"{seconds:.1f}"),
+                Column("of", lambda row: row.case.time_limit, lambda seconds: f"{seconds:g}"),
+                word("control", lambda row: row.case.control), word("factor", lambda row: row.case.factor),
+                word("claim", _claim, "text"),
+            ),
+            report.cases, title="Cases", brief=60,
+        ),
+        Table(
+            (
+                word("case", "case"), word("control", "control"), word("claim", "claim", "text"),
+                word("effect", lambda row: row.effect.value),
+                word("differs", lambda row: "; ".join(row.differences) or "nothing", "text"),
+                word("compared", lambda row: "; ".join(row.compared) or "nothing", "text"),
+            ),
+            report.comparisons, title="Cases against their controls", brief=60, wide=2,
+        ),
+        Table(
+            (
+                word("branch", lambda row: row.status.name.lower()), word("", "text", "text"),
+                word("because", "why", "text"),
+            ),
+            report.branches, title="Decision tree", brief=60,
+        ),
+        Table(
+            (
+                word("do", "do", "text"), word("at", "at", "text"), word("because", "why", "text"),
+                word("verify", "verify", "text"),
+            ),
+            list(_actions(report)), title="What to do, in this order", brief=60, listed=True,
+        ),
+        Table(
+            (word("evidence of", "case"), word("", "what"), word("", "text", "text")),
+            evidence if full else (), title="Evidence",
+        ),
+    )  # fmt: skip
     machine = f"backlight {version('backlight')}, {platform.platform()}, {available_cores()} cores"
-    yield f"\nWritten by {escape(machine)}."
+    rows = tuple(table for table in tables if table.rows)
+    return Answer(report.headline, report, (f"run again: {report.rerun}",), rows, (f"written by {machine}",))
 
 
-def _comparison(each: CaseComparison) -> str:
-    differences, compared = ("; ".join(texts) or "nothing" for texts in (each.differences, each.compared))
-    return (
-        f"{code(each.case)} against {code(each.control)}: {escape(each.claim)}; effect of the factor: "
-        f"{each.effect.value}; differs: {escape(differences)}; compared: {escape(compared)}"
-    )
+def _claim(result: CaseResult) -> str:
+    evaluation = result.evaluation
+    return f"{evaluation.claim} [{evaluation.line}]" if evaluation.line else evaluation.claim
 
 
-def _actions(report: MatrixReport) -> Iterator[str]:
+def _actions(report: MatrixReport) -> Iterator[Advice]:
     """Yield actions of supported conclusions, then the lines found, then what would decide more."""
     for branch in report.branches:
         for action in branch.node.actions if branch.status is Status.SUPPORTED else ():
-            yield _action(action.do, action.at, branch.node.conclusion, action.verify or report.rerun)
+            yield Advice(action.do, action.at, branch.node.conclusion, action.verify or report.rerun)
     for result in report.cases:
         evaluation, again = result.evaluation, f"{report.rerun} --again {shlex.quote(result.case.name)}"
         if evaluation.verdict in UNDECIDED:
-            yield _action(
+            yield Advice(
                 "raise time_limit, or declare progress", "", f"{result.case.name} is undecided", again
             )
         elif evaluation.line:
             fix = _FIXES.get(evaluation.verdict, "look at this line")
-            yield _action(fix, evaluation.line, f"{result.case.name}: {evaluation.claim}", again)
+            yield Advice(fix, evaluation.line, f"{result.case.name}: {evaluation.claim}", again)
 
 
-def _action(do: str, at: str, why: str, verify: str) -> str:
-    return f"{escape(do)}{f' at {code(at)}' if at else ''}: {escape(why)}. Verify: {code(verify)}"
-
-
-def _evidence(result: CaseResult) -> Iterator[str]:
+def _evidence(result: CaseResult) -> Iterator[StatedFact]:
     case, observed, evaluation = result.case, result.observation, result.evaluation
-    yield f"\n## Evidence of {escape(case.name)}: {evaluation.verdict.value}\n"
     variables = (f"{name}={value}" for name, value in case.environment.items())
-    yield f"- command: {code(shlex.join((*variables, *case.argv)))} in {code(case.directory)}"
     names = (*OUTPUTS, *([EVIDENCE] if observed.exit_code is None else []))
-    links = (f"[{escape(name)}](<{quote(f'{result.attempt}/{name}')}>)" for name in names)
-    yield f"- files: {', '.join(links)}"
     texts = {
+        "command": (f"{shlex.join((*variables, *case.argv))} in {case.directory}",),
+        "files": (", ".join(f"{result.attempt}/{name}" for name in names),),
         "claim": (f"{evaluation.claim} (confidence: {evaluation.confidence})",),
         "refuted if": (evaluation.refuted_if,),
         "alternative": evaluation.alternatives,
         "not observable": [f"{each.pid}: {reason}" for each in observed.processes for reason in each.unseen],
         "ended by": observed.ended_by,
     }
-    yield from (f"- {label}: {escape(text)}" for label, each in texts.items() for text in each if text)
-
-
-def page(report: MatrixReport) -> str:
-    """Return the report as one page that works offline: no script, no external resource."""
-    markdown = MarkdownIt("commonmark", {"html": False}).enable("table")
-    return f"{_HEAD}{markdown.render(as_markdown(report))}</body></html>\n"
+    yield from (StatedFact(case.name, label, text) for label, each in texts.items() for text in each if text)
 
 
 def is_matrix(path: Path) -> bool:
@@ -164,11 +175,10 @@ def read_report(root: Path) -> MatrixReport:
         raise MatrixDirectoryError(f"{path}: {problem}") from None
 
 
-def write_report(root: Path, target: Path, *, as_html: bool) -> Path:
-    """Write the report of the test matrix in ``root`` to ``target`` and return it."""
-    text = (page if as_html else as_markdown)(read_report(root))
-    atomic_files.write(target, text.encode(errors="backslashreplace"))
-    return target
+def write_report(root: Path, target: Path) -> Path:
+    """Write the report of the test matrix in ``root``, a page or Markdown by the suffix; return it."""
+    report = read_report(root)
+    return write_answer(answer(report), report.name, target)
 
 
 def write_bundle(root: Path, target: Path) -> Path:
