@@ -134,6 +134,26 @@ class DropoutInEvaluation(Fact, rule="module_modes", kind="dropout_in_evaluation
         )
 
 
+class FrozenStatistics(Fact, rule="module_modes", kind="frozen_statistics"):
+    """Batch norms whose weights are frozen, in a model that is trained, update their running statistics."""
+
+    model: str
+    names: Names
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"Frozen batch norms of {self.model} still change their statistics",
+            f"By step {self.step} the running means of {self.names} had changed between observed steps, and "
+            "their weights, which require no gradient, had not. What is frozen computes something else with "
+            "every step: `requires_grad` does not set the mode.",
+            severity=Severity.INFO,
+            module=self.names.first[0],
+            evidence=(self.names.count, "modules"),
+            fix="Call `model.backbone.eval()` after each `model.train()`.",
+            refuted_if="the statistics are to adapt to other data.",
+        )
+
+
 class InitialStatistics(Fact, rule="module_modes", kind="initial_statistics"):
     """Batch norms of a trained model use the statistics that they were built with."""
 
