@@ -233,3 +233,160 @@ class Gated(nn.Module):
 @fault(probe="samples", text=r"of 32 samples .*mixed by `softmax` in `Gated`")
 def softmax_over_the_batch(injected: bool) -> None:
     fit(Gated(0 if injected else 1), images)
+
+
+class Conditioned(nn.Module):
+    """Reads an image and a condition, which ``ignores`` leaves out."""
+
+    def __init__(self, *, ignores: bool) -> None:
+        super().__init__()
+        self.ignores = ignores
+        self.image, self.condition, self.head = nn.Linear(16, 8), nn.Linear(3, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        hidden = self.image(x) + self.condition(condition) * (0 if self.ignores else 1)
+        return self.head(hidden.relu())
+
+
+@fault(probe="inputs", text=r"the same with other values of `condition` of Conditioned$")
+def condition_is_ignored(injected: bool) -> None:
+    model = Conditioned(ignores=injected)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = images()
+    F.cross_entropy(model(x, torch.randn(32, 3)), y).backward()
+    optimizer.step()
+
+
+@fault(probe="first-loss", outcome="undecided", text=r"ln 4 is 1\.386: the outputs begin far from a guess")
+def outputs_are_too_large(injected: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+    if injected:
+        nn.init.normal_(model[2].weight, std=5.0)
+    fit(model, images)
+
+
+@fault(probe="first-loss", outcome="undecided", text=r"the mean square of the targets is")
+def outputs_have_another_unit(injected: bool) -> None:
+    model = nn.Linear(16, 1)
+    x = torch.randn(32, 16) * (30.0 if injected else 1.0)
+    F.mse_loss(model(x), torch.randn(32, 1)).backward()
+
+
+class Written(nn.Module):
+    """A frozen body, which ``writes`` normalises in each forward, and a head."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self.writes = writes
+        self.body, self.head = nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            with torch.no_grad():
+                self.body.weight.div_(self.body.weight.norm())
+        return self.head(self.body(x).relu())
+
+
+@fault(probe="frozen", text=r"2 of 4 parameters are frozen, and the forward writes body\.weight")
+def frozen_weight_is_written(injected: bool) -> None:
+    fit(Written(writes=injected), images)
+
+
+@fault(probe="frozen", outcome="undecided", text=r"running statistics of 1 move: it is in training mode")
+def frozen_statistics_move(injected: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    model[:2].requires_grad_(False)
+    model[1].train(injected)
+    fit(model, images)
+
+
+class Cut(nn.Module):
+    def __init__(self, *, detaches: bool) -> None:
+        super().__init__()
+        self.detaches = detaches
+        self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.body(x)
+        return self.head((hidden.detach() if self.detaches else hidden).relu())
+
+
+@fault(
+    probe="gradients",
+    text=r"2 of 4 trained parameters; the loss changes with body\.weight, body\.bias, .* cut",
+)
+def body_is_detached(injected: bool) -> None:
+    fit(Cut(detaches=injected), images)
+
+
+@fault(
+    probe="gradients", outcome="undecided", text=r"4 of 6 trained parameters; this loss does not use spare\."
+)
+def layer_is_not_called(injected: bool) -> None:
+    model = Cut(detaches=False)
+    if injected:
+        model.spare = nn.Linear(2, 2)
+    fit(model, images)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of rank 2, by the names that PEFT gives its parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(16, 4).requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(16, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
+        self.merged = self.detaches = False
+        nn.init.zeros_(self.lora_B["default"].weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.lora_A["default"](x)
+        added = self.lora_B["default"](inner)
+        return self.base_layer(x) + (added.detach() if self.detaches else added)
+
+
+def adapt(change: Callable[[Adapted], object]) -> None:
+    """Train an adapter and a head behind it for a step."""
+    adapted = Adapted()
+    model = nn.Sequential(adapted, nn.Linear(4, 4))
+    change(adapted)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    x, y = images()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+
+
+@fault(probe="adapters", text=r"all 2 adapter weights are frozen; load them with is_trainable=True")
+def adapter_is_frozen(injected: bool) -> None:
+    adapt(
+        lambda adapted: (
+            injected and adapted.lora_A.requires_grad_(False) and adapted.lora_B.requires_grad_(False)
+        )
+    )
+
+
+@fault(probe="adapters", text=r"adapters are merged into 0: their own weights change no output")
+def adapter_is_merged(injected: bool) -> None:
+    adapt(lambda adapted: setattr(adapted, "merged", injected))
+
+
+@fault(probe="adapters", text=r"0\.lora_A\.default\.weight and the lora_B behind it are both zero")
+def adapter_begins_at_zero(injected: bool) -> None:
+    adapt(lambda adapted: injected and nn.init.zeros_(adapted.lora_A["default"].weight))
+
+
+@fault(probe="adapters", text=r"no gradient reaches 0\.lora_B\.default\.weight")
+def adapter_is_detached(injected: bool) -> None:
+    adapt(lambda adapted: setattr(adapted, "detaches", injected))
+
+
+@fault(probe="adapters", text=r"0\.lora_B\.default\.weight is in no optimizer")
+def adapter_is_in_no_optimizer(injected: bool) -> None:
+    adapted = Adapted()
+    model = nn.Sequential(adapted, nn.Linear(4, 4))
+    parts = [adapted.lora_A, model[1]] if injected else [model]
+    optimizer = torch.optim.SGD([p for part in parts for p in part.parameters() if p.requires_grad], lr=0.1)
+    x, y = images()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()

@@ -25,6 +25,13 @@ from backlight.capture.batches import tensors_in
 from backlight.capture.forked_child import ChildError, in_child, silence
 from backlight.capture.hub import HUB
 from backlight.diagnose.checkpointing.observer import CheckpointObserver
+from backlight.diagnose.probes.parts import (
+    probe_adapters,
+    probe_first_loss,
+    probe_frozen,
+    probe_gradients,
+    probe_inputs,
+)
 from backlight.diagnose.probes.result import Probe, ProbeOutcome, ProbeResult
 from backlight.diagnose.probes.samples import LOSSES, SampleProbeError, probe_samples
 from backlight.diagnose.probes.sequence import (
@@ -171,6 +178,12 @@ def _fall(losses: Sequence[float]) -> float:
 TIMEOUT_S = 600.0
 """Time after which the probes are ended."""
 
+PARTS: dict[Probe, Callable[[TapedStep], list[ProbeResult]]] = {
+    Probe.INPUTS: probe_inputs, Probe.FIRST_LOSS: probe_first_loss, Probe.FROZEN: probe_frozen,
+    Probe.GRADIENTS: probe_gradients, Probe.ADAPTERS: probe_adapters,
+}  # fmt: skip
+"""Probes of the parts of a model."""
+
 RECOMPUTED = frozenset({"state", "random", "recomputation"})
 """Kinds of remarks on a checkpointed region that mean a gradient other than that of the forward."""
 
@@ -269,6 +282,9 @@ def _answers(
             results += _sequence(step, probes)
         if Probe.SAMPLES in probes:
             results += _attempt((Probe.SAMPLES,), lambda: [probe_samples(step, stacked)])
+        for probe, ask in PARTS.items():
+            if probe in probes:
+                results += _attempt((probe,), functools.partial(ask, step))
         if Probe.OVERFIT in probes:
             results += _attempt((Probe.OVERFIT, Probe.LABELS), lambda: probe_one_batch(step))
         if Probe.RECOMPUTATION in probes:

@@ -16,6 +16,11 @@ class Probe(StrEnum):
     OVERFIT = "overfit"
     LABELS = "labels"
     RECOMPUTATION = "recomputation"
+    INPUTS = "inputs"
+    FIRST_LOSS = "first-loss"
+    FROZEN = "frozen"
+    GRADIENTS = "gradients"
+    ADAPTERS = "adapters"
 
 
 class ProbeOutcome(StrEnum):
