@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,13 @@ for step in range(100):
     loss.backward()
     optimizer.step()
     total += {added}
+"""
+
+DEAD = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+(model(torch.randn(8, 4)).relu() * 0 + 1).sum().backward()
 """
 
 
@@ -145,3 +154,38 @@ def test_sound_script_is_shown_no_hint(command: Command, tmp_path: Path) -> None
     assert code == 0
     assert "hint" not in out
     assert "findings" not in out.lower()
+
+
+def test_annotations_name_probes_hints_and_findings(command: Command, tmp_path: Path) -> None:
+    script(tmp_path, sharpen=True, clear="int", added="loss")
+    probes = ("--through-time", "--mixed-samples")
+    _, out, _ = command("check", *probes, "--format", "sarif", "train.py")
+    results = json.loads(out)["runs"][0]["results"]
+    places = {
+        each["ruleId"]: each["locations"][0]["physicalLocation"]["region"]["startLine"] for each in results
+    }
+    assert places == {"accumulated-loss": 26, "gradients_not_cleared": 25, "loss_input": 14}
+    _, out, _ = command("check", *probes, "--format", "github", "train.py")
+    assert out.startswith("::notice file=train.py,line=26,title=accumulated-loss%3A hint%2C not confirmed")
+    assert "::notice title=backlight::2 probes, 0 failed. 1 error, 1 warning" in out
+
+
+def test_failed_probe_is_a_failure_and_exit_code_1(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DEAD)
+    code, out, _ = command("check", "--overfit-one-batch", "--format", "junit", "train.py")
+    assert code == 1
+    (case,) = ET.fromstring(out).findall(".//testcase[failure]")
+    assert case.get("name") == "overfit"
+    code, out, _ = command("check", "--overfit-one-batch", "--fail-on", "future", "train.py")
+    assert code == 0
+    assert "overfit        failed" in out
+    code, out, _ = command("check", "--overfit-one-batch", "--format", "sarif", "train.py")
+    (result,) = json.loads(out)["runs"][0]["results"]
+    assert (code, result["level"], result["ruleId"]) == (1, "error", "overfit")
+
+
+def test_json_and_format_exclude_one_another(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    code, _, errors = command("check", "--json", "--format", "sarif", "train.py")
+    assert code == 2
+    assert "--json and --format exclude one another" in errors

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
@@ -68,6 +68,12 @@ run_or_latest = click.argument(
 )  # fmt: skip
 script_argument = click.argument("script", metavar="SCRIPT", help="Training script; with -m, a module.")
 module_option = click.option("module", "-m", is_flag=True, help="Run SCRIPT as a module, as python -m does.")
+Annotation = Literal["github", "junit", "sarif"]
+
+format_option = click.option(
+    "annotation", "--format", type=click.Choice(get_args(Annotation)), metavar="NAME",
+    help="Annotations of a CI job: github, junit or sarif.",
+)  # fmt: skip
 json_option = click.option("as_json", "--json", is_flag=True, help="Print JSON.")
 script_json_option = click.option(
     "as_json", "--json", is_flag=True, help="Print JSON; the output of the script goes to standard error."

@@ -1,13 +1,12 @@
-"""Findings as annotations of a continuous integration: GitHub, JUnit and SARIF. No torch.
+"""Findings and probes as annotations of a continuous integration: GitHub, JUnit and SARIF. No torch.
 
-Each format takes the run, its findings and ``failing``, the findings that fail the job. What was not measured
-is listed, and never reads as passed.
+What was not measured is listed, and never reads as passed.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,29 +40,93 @@ class SourceLocation:
     line: int | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What fails a check, or is worth a note: ``name`` is that of a rule or a probe, ``group`` what has it.
+
+    ``identity`` stays the same from run to run. Without a ``place`` it is about the whole.
+    """
+
+    name: str
+    group: str
+    severity: Severity
+    title: str
+    text: str
+    is_failure: bool
+    place: SourceLocation | None
+    identity: str
+    accepted: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotations:
+    """Claims of a check in order. ``cases`` are the names of all that was checked.
+
+    A case has its group, and the reason why it was skipped, empty where it was not. ``place`` is where claims
+    without one are shown in a format that needs one, ``lacks`` what was not measured.
+    """
+
+    title: str
+    verdict: str
+    claims: Sequence[Claim]
+    cases: Mapping[str, tuple[str, str]]
+    notes: Sequence[str]
+    place: SourceLocation
+    lacks: str = ""
+
+
 def render_annotations(kind: str, run: Run, findings: Sequence[Finding], failing: Failing) -> str:
     """Return the findings for ``github``, ``junit`` or ``sarif``."""
+    return render(kind, run_annotations(run, findings, failing))
+
+
+def render(kind: str, annotations: Annotations) -> str:
+    """Return annotations for ``github``, ``junit`` or ``sarif``."""
+    return {"github": _github, "junit": _junit, "sarif": _sarif}[kind](annotations)
+
+
+def run_annotations(run: Run, findings: Sequence[Finding], failing: Failing) -> Annotations:
+    """Return the annotations of a run: its findings, and its rules as cases."""
     source = Source(run, tuple(findings))
     source.findings = [*source.findings, *filter(failing, source.hints)]
-    if kind == "github":
-        return _github(source, failing)
-    return _junit(source, failing) if kind == "junit" else _sarif(source, failing)
+    summary = outcome(source)
+    measured = summary.tone != "unmeasured" and not summary.lacks
+    skipped = summary.lacks or "not measured in this run"
+    rules = {name: rule for name, rule in RULES.items() if rule.monitor in (run.monitors or {rule.monitor})}
+    cases = {
+        name: (rule.monitor, "" if measured and all(map(run.has, rule.needs)) else skipped)
+        for name, rule in rules.items()
+    }
+    claims = [
+        Claim(
+            name=finding.rule, group=finding.monitor, severity=finding.severity, title=finding.title,
+            text=_text(finding), is_failure=failing(finding), place=_location(finding, run),
+            identity=_identity(finding), accepted=finding.accepted,
+        )
+        for finding in source.findings
+    ]  # fmt: skip
+    return Annotations(
+        title=run.name or str(run.path), verdict=f"{summary.tally}. {summary.detail}", claims=claims,
+        cases=cases, notes=_unmeasured(source), place=location(f"{run.path}/{MANIFEST}", None),
+        lacks=summary.lacks,
+    )  # fmt: skip
 
 
 def _location(finding: Finding, run: Run) -> SourceLocation | None:
     """Return the line that a finding names, else the script of the run, else None."""
     if finding.subject.line and (match := _LINE.fullmatch(finding.subject.line)):
-        return SourceLocation(_relative(match["file"]), int(match["line"]))
+        return location(match["file"], int(match["line"]))
     fingerprint = run.fingerprint()
     script = Path("" if fingerprint is None else fingerprint.script)
     if script.suffix != ".py" or not is_user_code(str(script)):  # as of python -m pytest
         return None
-    return SourceLocation(_relative(str(script)), None)
+    return location(str(script), None)
 
 
-def _relative(file: str) -> str:
+def location(file: str, line: int | None) -> SourceLocation:
+    """Return a place, its file relative to the working directory where it lies below it."""
     path, here = Path(visible(file)), Path.cwd()
-    return (path.relative_to(here) if path.is_relative_to(here) else path).as_posix()
+    return SourceLocation((path.relative_to(here) if path.is_relative_to(here) else path).as_posix(), line)
 
 
 def _text(finding: Finding) -> str:
@@ -81,20 +144,19 @@ def _unmeasured(source: Source) -> list[str]:
     ] + [f"not measured: {visible(item.what)}: {visible(item.reason)}" for item in summary.unmeasured]
 
 
-def _github(source: Source, failing: Failing) -> str:
+def _github(annotations: Annotations) -> str:
     """Return workflow commands, which GitHub shows at the lines of the changed files."""
     lines = []
-    for finding in source.findings:
-        level = "error" if failing(finding) else _GITHUB_LEVELS[finding.severity]
-        place = _location(finding, source.run)
-        values = {"title": f"{finding.rule}: {visible(finding.title)}"}
+    for claim in annotations.claims:
+        level = "error" if claim.is_failure else _GITHUB_LEVELS[claim.severity]
+        place = claim.place
+        values = {"title": f"{claim.name}: {visible(claim.title)}"}
         if place is not None:
             values = {"file": place.file, **({"line": str(place.line)} if place.line else {}), **values}
         properties = ",".join(f"{name}={_property(value)}" for name, value in values.items())
-        lines.append(f"::{level} {properties}::{_data(_text(finding))}")
-    summary = outcome(source)
-    lines.append(f"::notice title=backlight::{_data(f'{visible(summary.tally)}. {visible(summary.detail)}')}")
-    lines += [f"::notice title=backlight::{_data(text)}" for text in _unmeasured(source)]
+        lines.append(f"::{level} {properties}::{_data(claim.text)}")
+    lines.append(f"::notice title=backlight::{_data(visible(annotations.verdict))}")
+    lines += [f"::notice title=backlight::{_data(text)}" for text in annotations.notes]
     return "\n".join(lines)
 
 
@@ -106,41 +168,35 @@ def _property(text: str) -> str:
     return _data(text).replace(":", "%3A").replace(",", "%2C")
 
 
-def _junit(source: Source, failing: Failing) -> str:
-    """Return one test case per rule of the run's monitors: failed, passed, or skipped as not measured."""
-    run = source.run
-    suite = ET.Element("testsuite", name=f"backlight {visible(run.name or str(run.path))}")
-    by_rule: dict[str, list[Finding]] = {}
-    for finding in source.findings:
-        by_rule.setdefault(finding.rule, []).append(finding)
-    unmeasured = _unmeasured(source)
-    summary = outcome(source)
-    measured = summary.tone != "unmeasured" and not summary.lacks
-    skipped = summary.lacks or "not measured in this run"
-    rules = {name: rule for name, rule in RULES.items() if rule.monitor in (run.monitors or {rule.monitor})}
+def _junit(annotations: Annotations) -> str:
+    """Return one test case per rule or probe: failed, passed, or skipped as not measured."""
+    suite = ET.Element("testsuite", name=f"backlight {visible(annotations.title)}")
+    by_name: dict[str, list[Claim]] = {}
+    for claim in annotations.claims:
+        by_name.setdefault(claim.name, []).append(claim)
     counts = dict.fromkeys(("tests", "failures", "skipped"), 0)
-    for name in sorted({*rules, *by_rule}):
-        of_rule = by_rule.get(name, [])
-        monitor = rules[name].monitor if name in rules else of_rule[0].monitor
-        case = ET.SubElement(suite, "testcase", classname=f"backlight.{visible(monitor)}", name=visible(name))
+    for name in sorted({*annotations.cases, *by_name}):
+        claims = by_name.get(name, [])
+        group, skipped = annotations.cases.get(name) or (claims[0].group, "")
+        case = ET.SubElement(suite, "testcase", classname=f"backlight.{visible(group)}", name=visible(name))
         counts["tests"] += 1
-        failed = [finding for finding in of_rule if failing(finding)]
+        failed = [claim for claim in claims if claim.is_failure]
         if failed:
             counts["failures"] += 1
             failure = ET.SubElement(case, "failure", message=_xml(visible(failed[0].title)), type="finding")
-            failure.text = _xml("\n\n".join(f"{visible(f.title)}\n{_text(f)}" for f in failed))
-        elif not of_rule and (not measured or (name in rules and not all(map(run.has, rules[name].needs)))):
+            failure.text = _xml("\n\n".join(f"{visible(each.title)}\n{each.text}" for each in failed))
+        elif not claims and skipped:
             counts["skipped"] += 1
             ET.SubElement(case, "skipped", message=_xml(skipped))
-        if others := [finding for finding in of_rule if finding not in failed]:
+        if others := [claim for claim in claims if claim not in failed]:
             output = ET.SubElement(case, "system-out")
             output.text = _xml(
-                "\n\n".join(f"{f.severity.value}: {visible(f.title)}\n{_text(f)}" for f in others)
+                "\n\n".join(f"{each.severity.value}: {visible(each.title)}\n{each.text}" for each in others)
             )
     for name, amount in counts.items():
         suite.set(name, str(amount))
-    if unmeasured:
-        ET.SubElement(suite, "system-out").text = _xml("\n".join(unmeasured))
+    if annotations.notes:
+        ET.SubElement(suite, "system-out").text = _xml("\n".join(annotations.notes))
     root = ET.Element("testsuites")
     root.append(suite)
     ET.indent(root)
@@ -154,31 +210,29 @@ def _xml(text: str) -> str:
     return _NOT_XML.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
-def _sarif(source: Source, failing: Failing) -> str:
+def _sarif(annotations: Annotations) -> str:
     """Return SARIF 2.1.0, which code scanning of GitHub and editors read."""
     results: list[dict[str, Any]] = []
-    for finding in source.findings:
+    for claim in annotations.claims:
         # Code scanning refuses the whole file for one result without a file and a line.
-        place = _location(finding, source.run) or SourceLocation(
-            _relative(f"{source.run.path}/{MANIFEST}"), None
-        )
+        place = claim.place or annotations.place
         artifact = {"uri": quote(place.file)}
         if not place.file.startswith("/"):
             artifact["uriBaseId"] = "%SRCROOT%"
         region = {"startLine": place.line or 1}
         result: dict[str, Any] = {
-            "ruleId": visible(finding.rule),
-            "level": "error" if failing(finding) else _SARIF_LEVELS[finding.severity],
-            "message": {"text": f"{visible(finding.title)}\n{_text(finding)}"},
-            "partialFingerprints": {"subject/v1": _identity(finding)},
+            "ruleId": visible(claim.name),
+            "level": "error" if claim.is_failure else _SARIF_LEVELS[claim.severity],
+            "message": {"text": f"{visible(claim.title)}\n{claim.text}"},
+            "partialFingerprints": {"subject/v1": claim.identity},
             "locations": [{"physicalLocation": {"artifactLocation": artifact, "region": region}}],
         }
-        if finding.accepted:
-            result["suppressions"] = [{"kind": "external", "justification": visible(finding.accepted)}]
+        if claim.accepted:
+            result["suppressions"] = [{"kind": "external", "justification": visible(claim.accepted)}]
         results.append(result)
     pages = {
         name: "\n\n".join(page_blocks(name)) or name
-        for name in sorted({visible(finding.rule) for finding in source.findings})
+        for name in sorted({visible(claim.name) for claim in annotations.claims})
     }
     rules = [
         {
@@ -188,8 +242,8 @@ def _sarif(source: Source, failing: Failing) -> str:
         }
         for name, page in pages.items()
     ]
-    notes = [{"level": "note", "message": {"text": text}} for text in _unmeasured(source)]
-    invocation = {"executionSuccessful": not outcome(source).lacks, "toolExecutionNotifications": notes}
+    notes = [{"level": "note", "message": {"text": text}} for text in annotations.notes]
+    invocation = {"executionSuccessful": not annotations.lacks, "toolExecutionNotifications": notes}
     driver = {"name": "backlight", "semanticVersion": __version__, "rules": rules}
     run = {"tool": {"driver": driver}, "results": results, "invocations": [invocation]}
     return codec.encode({"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=2)

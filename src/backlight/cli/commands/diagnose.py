@@ -16,6 +16,8 @@ from backlight.cli.app import command
 from backlight.cli.console import Page, print_answer
 from backlight.cli.options import (
     PATH,
+    Annotation,
+    format_option,
     json_option,
     module_option,
     parse_fail_on,
@@ -86,7 +88,12 @@ def _without_backward(script: str, code: int) -> Exception:
 )
 @store_option
 @script_json_option
-@click.option("--fail-on", metavar="NAME,...", help="Exit 1 for these probes, rules and severities, or any.")
+@click.option(
+    "--fail-on",
+    metavar="NAME,...",
+    help="Exit 1 for these probes, rules, severities or any; default: probes.",
+)
+@format_option
 @click.pass_context
 def check_script(
     context: click.Context,
@@ -102,6 +109,7 @@ def check_script(
     out: Path | None,
     as_json: bool,
     fail_on: str | None,
+    annotation: Annotation | None,
 ) -> int:
     """Read a script for mistakes, and probe whether its model can learn.
 
@@ -121,6 +129,8 @@ def check_script(
     from backlight.launch.observe import end_script
     from backlight.launch.reading.script_files import read_script
 
+    if as_json and annotation is not None:
+        raise click.BadParameter("--json and --format exclude one another")
     if recompute and steps is None and out is None and not (causal or through_time or samples or one_batch):
         return _regions(context, script, fail_on, module=module, as_json=as_json)
     failing, finding_fails = split_fail_on(fail_on, list(Probe), watches=steps is not None)
@@ -146,16 +156,26 @@ def check_script(
     )
     with contextlib.closing(watched) if watched is not None else nullcontext():
         reached = ReachedLines(hints)
+        is_quiet = as_json or annotation is not None
         with reached:
-            code = _explain(watched or observer, script, context, module=module, quiet=as_json)
+            code = _explain(watched or observer, script, context, module=module, quiet=is_quiet)
         if not observer.backwards:
             raise _without_backward(script, code)
         recorded = None if watched is None else watched.result()
         listed = None if recorded is None else recorded[1]
         settled = settle(hints, listed, reached, observer.steps)
-        answer = probes_answer(observer, script, code, listed if as_json else None, settled)
-        print_answer(answer, as_json=as_json, full=True)
-        if recorded is not None and not as_json and (is_asked or listed):
+        failing = frozenset(Probe) if fail_on is None else failing
+        if annotation is not None:
+            from backlight.diagnose.probes.annotations import probe_annotations
+            from backlight.report.annotations import render, run_annotations
+
+            fails = finding_fails or (lambda _: False)
+            steps_watched = None if recorded is None else run_annotations(*recorded, fails)
+            write(render(annotation, probe_annotations(observer, script, settled, failing, steps_watched)))
+        else:
+            answer = probes_answer(observer, script, code, listed if as_json else None, settled)
+            print_answer(answer, as_json=as_json, full=True)
+        if recorded is not None and not is_quiet and (is_asked or listed):
             from backlight.report.terminal import print_findings
 
             print_findings(*recorded, make_console())

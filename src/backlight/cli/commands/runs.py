@@ -14,6 +14,8 @@ from backlight.cli.console import print_answer, print_json
 from backlight.cli.options import (
     PATH,
     RUNS,
+    Annotation,
+    format_option,
     full_option,
     given_or_latest,
     json_option,
@@ -77,13 +79,7 @@ def ls(*, folder: Path, as_json: bool) -> None:
     metavar="STEP",
     help="Print the samples that carry this step instead.",
 )
-@click.option(
-    "annotation",
-    "--format",
-    type=click.Choice(["github", "junit", "sarif"]),
-    metavar="NAME",
-    help="Annotations of a CI job: github, junit or sarif.",
-)
+@format_option
 @click.option("--fail-on", metavar="NAME,...", help="Exit 1 for these severities and rules, as error,spike.")
 @click.option(
     "--accept", nargs=2, metavar="RULE SUBJECT", help="Finding to accept in pyproject.toml; * is any subject."
@@ -96,7 +92,7 @@ def findings(
     full: bool,
     hints: bool,
     samples: int | None,
-    annotation: Literal["github", "junit", "sarif"] | None,
+    annotation: Annotation | None,
     fail_on: str | None,
     accept: tuple[str, str] | None,
     reason: str | None,
