@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from backlight import atomic_files
 from backlight.records import Finding, FindingKind, Severity
 from backlight.registry import warn
 from backlight.text import did_you_mean, listed
@@ -159,5 +160,5 @@ def accept(findings: Sequence[Finding], rule: str, subject: str, reason: str) ->
         parsed(text, str(file))
     except AcceptanceError as error:
         raise AcceptanceError(f"{error}; add it by hand: {{{', '.join(lines)}}}") from None
-    file.write_text(text, encoding="utf-8")
+    atomic_files.write(file.resolve(), text.encode())
     return file, len(covered)

@@ -45,13 +45,13 @@ def parts_of(step: TapedStep) -> list[Part]:
     """Return the parameters of the modules of a step, each once; of several modules with their classes."""
     modules = step.modules()
     optimizers = HUB.optimizers.existing()
-    held = {id(tensor) for optimizer in optimizers for tensor in parameters_of(optimizer)}
+    optimized = {id(tensor) for optimizer in optimizers for tensor in parameters_of(optimizer)}
     parts: dict[int, Part] = {}
     for module in modules:
         prefix = f"{type(module).__name__}." if len(modules) > 1 else ""
         for name, parameter in module.named_parameters():
-            is_held = not optimizers or id(parameter) in held
-            parts.setdefault(id(parameter), Part(f"{prefix}{name}", parameter, is_held))
+            is_in_optimizer = not optimizers or id(parameter) in optimized
+            parts.setdefault(id(parameter), Part(f"{prefix}{name}", parameter, is_in_optimizer))
     return list(parts.values())
 
 
@@ -139,8 +139,8 @@ class _Losses(TorchFunctionMode):
         """Call ``func``."""
         result = func(*args, **(kwargs or {}))
         if func in {functional.cross_entropy, functional.mse_loss}:
-            given = dict(zip(("input", "target"), args, strict=False)) | (kwargs or {})
-            self.calls.append((func, given, result))
+            arguments = dict(zip(("input", "target"), args, strict=False)) | (kwargs or {})
+            self.calls.append((func, arguments, result))
         return result
 
 
@@ -149,20 +149,20 @@ def probe_first_loss(step: TapedStep) -> list[ProbeResult]:
     with restored_state(step.modules()), _Losses() as losses:
         step.replay()
     comparable = [
-        (func, given, result) for func, given, result in losses.calls
-        if given.get("weight") is None and not given.get("label_smoothing") and result.numel() == 1
-        and given.get("reduction", "mean") == "mean"
+        (func, arguments, result) for func, arguments, result in losses.calls
+        if arguments.get("weight") is None and not arguments.get("label_smoothing") and result.numel() == 1
+        and arguments.get("reduction", "mean") == "mean"
     ]  # fmt: skip
     if len(comparable) != 1:
         why = "several losses" if comparable else "the loss is neither cross-entropy nor a mean squared error"
         return [ProbeResult(Probe.FIRST_LOSS, ProbeOutcome.NOT_PROBED, why)]
-    ((func, given, result),) = comparable
+    ((func, arguments, result),) = comparable
     loss = float(result.detach())
     if func is functional.cross_entropy:
-        classes = given["input"].shape[1 if given["input"].ndim > 1 else 0]
+        classes = arguments["input"].shape[1 if arguments["input"].ndim > 1 else 0]
         guess, what = math.log(classes), f"ln {classes:,}"
     else:
-        target = given["target"].detach().double()
+        target = arguments["target"].detach().double()
         guess, what = float(target.square().mean()), "the mean square of the targets"
     if not guess > 0 or not math.isfinite(loss):
         reason = f"the loss is {loss:.4g}, that of a guess {guess:.4g}"
