@@ -289,3 +289,41 @@ def test_unknown_probe_is_refused(command: Callable[..., tuple[int, str, str]]) 
     code, _, errors = command("check", "--fail-on", "futur", "train.py")
     assert code == 2
     assert "--fail-on: no such name as 'futur'; did you mean 'future'?" in errors
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (F.cross_entropy, "ln 4 is 1.386"),
+        (lambda out, y: F.nll_loss(out.log_softmax(1), y), "ln 4 is 1.386"),
+        (lambda out, y: F.mse_loss(out, torch.full((32, 4), 2.0)), "the mean square of the targets is 4"),
+    ],
+)
+def test_first_loss_is_compared_with_that_of_a_guess(loss: Callable[..., Tensor], text: str) -> None:
+    x, y = images()
+    model = nn.Linear(16, 4)
+    found = probed(lambda _: loss(model(x), y).backward(), Probe.FIRST_LOSS)["first-loss"]
+    assert (found.outcome, text in found.text) == ("passed", True)
+
+
+def test_targets_between_0_and_1_stay_there() -> None:
+    model, x = nn.Sequential(nn.Linear(16, 1), nn.Sigmoid()), images()[0]
+    found = probed(lambda _: nn.BCELoss()(model(x), torch.ones(32, 1)).backward(), Probe.INPUTS)["inputs"]
+    assert found.text == "the loss changes with `input` of Sequential, `target` of BCELoss"
+
+
+def test_input_of_whole_numbers_that_changes_nothing_is_undecided() -> None:
+    class Numbered(nn.Module):
+        """Is given the numbers of its samples, and has no use for them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(16, 4)
+
+        def forward(self, x: Tensor, number: Tensor) -> Tensor:
+            return self.inside(x)
+
+    model, (x, y) = Numbered(), images()
+    train = lambda _: F.cross_entropy(model(x, torch.arange(32)), y).backward()  # noqa: E731
+    found = probed(train, Probe.INPUTS)["inputs"]
+    assert (found.outcome, "`number` of Numbered" in found.text) == ("undecided", True)

@@ -93,7 +93,11 @@ def inputs_of(step: TapedStep) -> dict[str, Tensor]:
 
 def _other(tensor: Tensor) -> Tensor | None:
     """Return other values of the same kind; None where there are none to take."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return None
     if tensor.is_floating_point():
+        if bool(((tensor >= 0) & (tensor <= 1) & (tensor != 0.5)).all()):
+            return 1 - tensor  # as targets of binary cross-entropy, which takes no others
         spread = float(tensor.std()) if tensor.numel() > 1 else 0.0
         noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
         return tensor + noise * (0.1 * spread if spread > 0 and math.isfinite(spread) else 0.1)
@@ -127,7 +131,7 @@ def probe_inputs(step: TapedStep) -> list[ProbeResult]:
 
 
 class _Losses(TorchFunctionMode):
-    """Notes the arguments of cross-entropy and of squared errors."""
+    """Notes the arguments of cross-entropy, of logits or log-probabilities, and of squared errors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +142,7 @@ class _Losses(TorchFunctionMode):
     ) -> Any:
         """Call ``func``."""
         result = func(*args, **(kwargs or {}))
-        if func in {functional.cross_entropy, functional.mse_loss}:
+        if func in {functional.cross_entropy, functional.nll_loss, functional.mse_loss}:
             arguments = dict(zip(("input", "target"), args, strict=False)) | (kwargs or {})
             self.calls.append((func, arguments, result))
         return result
@@ -158,7 +162,7 @@ def probe_first_loss(step: TapedStep) -> list[ProbeResult]:
         return [ProbeResult(Probe.FIRST_LOSS, ProbeOutcome.NOT_PROBED, why)]
     ((func, arguments, result),) = comparable
     loss = float(result.detach())
-    if func is functional.cross_entropy:
+    if func is not functional.mse_loss:
         classes = arguments["input"].shape[1 if arguments["input"].ndim > 1 else 0]
         guess, what = math.log(classes), f"ln {classes:,}"
     else:
