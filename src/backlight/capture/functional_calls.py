@@ -114,6 +114,52 @@ def _too_long(targets: Any, input_lengths: Any, target_lengths: Any) -> tuple[in
     return int(needed.reshape(-1)[worst]), int(frames.reshape(-1)[worst]), int(is_long.sum()), is_long.numel()
 
 
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+class ViewCalls:
+    """Notes the line of the user's code at which a tensor of one shape is viewed as another one.
+
+    Used for one forward of a script in which such a view is a mistake. Compiled code is not observed.
+    """
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.lines: dict[Shapes, SourceLine | None] = {}
+        self._wanted: set[Shapes] = set()
+        self._wrappers: dict[str, Any] = {}
+
+    def start(self, wanted: set[Shapes]) -> None:
+        """Observe from here on, unless something is compiled in this process, which would notice."""
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        self.is_on, self._wanted = True, wanted
+        if dynamo is None or not dynamo.counters["frames"]:
+            for name in ("view", "reshape", "flatten"):
+                if name not in vars(torch.Tensor):  # but in its base class, whose method this hides
+                    self._wrappers[name] = self._wrapped(getattr(torch.Tensor, name))
+                    setattr(torch.Tensor, name, self._wrappers[name])
+
+    def stop(self) -> None:
+        """Observe no longer."""
+        self.is_on = False
+        while self._wrappers:
+            name, wrapper = self._wrappers.popitem()
+            if vars(torch.Tensor).get(name) is wrapper:
+                delattr(torch.Tensor, name)
+
+    def _wrapped(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def view(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(tensor, *args, **kwargs)
+            if self.is_on and not torch.compiler.is_compiling():
+                shapes = tuple(tensor.shape), tuple(getattr(result, "shape", ()))
+                if shapes in self._wanted and shapes not in self.lines:
+                    self.lines[shapes] = user_line(sys._getframe(1))
+            return result
+
+        return view
+
+
 class DropoutCalls:
     """Notes calls that drop values although no argument says that this is training.
 

@@ -1,10 +1,14 @@
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import backlight
+from backlight.findings.evaluate import evaluate_rules
 from backlight.records import Severity
+from backlight.store.read.run import open_run
 
 
 def rms(steps: int = 30) -> dict[str, list[float]]:
@@ -71,3 +75,24 @@ def test_square_root_at_zero_is_found_below_the_finite_layer(recorder: Any, eval
     (finding,) = evaluated(train(recorder, 11), "non_finite")
     assert (finding.subject.parameter, finding.subject.step) == ("below.weight", 11)
     assert not evaluated(train(recorder, None), "non_finite")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("poisoned", "names_branch"), [("branch", True), ("root", False)])
+def test_branch_that_a_selection_leaves_out_is_named(
+    tmp_path: Path, poisoned: str, *, names_branch: bool
+) -> None:
+    """The derivative of a root of 0 is infinite: in a branch that is left out, and in one that is used."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with backlight.watch(model, optimizer, run=tmp_path, monitors=("health", "correctness"), every=1):
+        for step in range(12):
+            hidden = model(torch.randn(8, 4))
+            part = hidden * (hidden > 0) if step > 5 else hidden.abs() + 1.0
+            root = torch.where(part > 0, part.sqrt(), 0.0) if poisoned == "branch" else part.sqrt()
+            optimizer.zero_grad()
+            root.square().mean().backward()
+            optimizer.step()
+    (finding,) = [f for f in evaluate_rules(open_run(tmp_path)) if f.rule == "non_finite"]
+    assert finding.subject.step == 6
+    assert ("`where` one of whose branches `sqrt` makes" in finding.detail) == names_branch

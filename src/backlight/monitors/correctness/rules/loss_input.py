@@ -15,14 +15,14 @@ from backlight.store.read.run import Run
 @rule("loss_input", monitor="correctness")
 def loss_input(run: Run, _limits: Limits) -> Iterator[Finding]:
     """Find losses whose first nodes show an input that the loss function does not expect."""
-    for kind in _Misuse.__subclasses__():
+    for kind in Misuse.__subclasses__():
         facts = facts_of(run, kind)
         ended = _ENDED_BY.get(kind)
         if facts and not (ended is not None and facts_of(run, ended)):
             yield finding_on(facts)
 
 
-class _Misuse(Fact):
+class Misuse(Fact):
     """A misuse of a loss function, with the texts of its finding: fields of the last fact are filled in."""
 
     severity: ClassVar[Severity] = Severity.WARNING
@@ -43,7 +43,7 @@ class _Misuse(Fact):
         )
 
 
-class SoftmaxTwice(_Misuse, rule="loss_input", kind="softmax_twice"):
+class SoftmaxTwice(Misuse, rule="loss_input", kind="softmax_twice"):
     """The input of cross-entropy is made by a softmax."""
 
     title = "Cross-entropy is given the output of softmax"
@@ -54,7 +54,7 @@ class SoftmaxTwice(_Misuse, rule="loss_input", kind="softmax_twice"):
     fix = "Return the logits from the model, and apply softmax only where probabilities are needed."
 
 
-class ProbabilitiesGiven(_Misuse, rule="loss_input", kind="probabilities"):
+class ProbabilitiesGiven(Misuse, rule="loss_input", kind="probabilities"):
     """All values that cross-entropy was given were probabilities."""
 
     title = "Cross-entropy is given probabilities"
@@ -67,7 +67,7 @@ class ProbabilitiesGiven(_Misuse, rule="loss_input", kind="probabilities"):
     refuted_if = "a row of the input does not add up to 1."
 
 
-class KlOfProbabilities(_Misuse, rule="loss_input", kind="kl_of_probabilities"):
+class KlOfProbabilities(Misuse, rule="loss_input", kind="kl_of_probabilities"):
     """All values that ``kl_div`` was given as its input were probabilities."""
 
     title = "`kl_div` is given probabilities where it expects their logarithms"
@@ -80,7 +80,7 @@ class KlOfProbabilities(_Misuse, rule="loss_input", kind="kl_of_probabilities"):
     refuted_if = "a row of the input has a value below 0."
 
 
-class AttachedAdvantage(_Misuse, rule="loss_input", kind="advantage"):
+class AttachedAdvantage(Misuse, rule="loss_input", kind="advantage"):
     """Log-probabilities are multiplied by a difference from a learned value, which has a gradient."""
 
     title = "The advantage in the policy loss is not detached"
@@ -93,7 +93,7 @@ class AttachedAdvantage(_Misuse, rule="loss_input", kind="advantage"):
     refuted_if = "no parameter of the baseline gets a gradient from the policy loss alone."
 
 
-class OneOutput(_Misuse, rule="loss_input", kind="one_output"):
+class OneOutput(Misuse, rule="loss_input", kind="one_output"):
     """The softmax of the loss runs over one class."""
 
     shape: list[int]
@@ -108,7 +108,7 @@ class OneOutput(_Misuse, rule="loss_input", kind="one_output"):
     refuted_if = "dimension 1 of the input of the loss is larger than 1."
 
 
-class NoTarget(_Misuse, rule="loss_input", kind="no_target"):
+class NoTarget(Misuse, rule="loss_input", kind="no_target"):
     """All ``targets`` of so many losses are ignored."""
 
     targets: int
@@ -128,7 +128,7 @@ class NoTarget(_Misuse, rule="loss_input", kind="no_target"):
     refuted_if = "a batch has a target that counts."
 
 
-class SigmoidBeforeSoftmax(_Misuse, rule="loss_input", kind="sigmoid_before_softmax"):
+class SigmoidBeforeSoftmax(Misuse, rule="loss_input", kind="sigmoid_before_softmax"):
     """The input of cross-entropy is made by a sigmoid."""
 
     title = "Cross-entropy is given the output of a sigmoid"
@@ -139,7 +139,7 @@ class SigmoidBeforeSoftmax(_Misuse, rule="loss_input", kind="sigmoid_before_soft
     fix = "Remove the sigmoid. For several labels per sample, use `binary_cross_entropy_with_logits`."
 
 
-class SigmoidTwice(_Misuse, rule="loss_input", kind="sigmoid_twice"):
+class SigmoidTwice(Misuse, rule="loss_input", kind="sigmoid_twice"):
     """The input of ``binary_cross_entropy_with_logits`` is made by a sigmoid."""
 
     title = "The loss applies a sigmoid to the output of a sigmoid"
@@ -150,7 +150,7 @@ class SigmoidTwice(_Misuse, rule="loss_input", kind="sigmoid_twice"):
     fix = "Remove the sigmoid before the loss, or use `binary_cross_entropy`."
 
 
-class NllOfProbabilities(_Misuse, rule="loss_input", kind="nll_of_probabilities"):
+class NllOfProbabilities(Misuse, rule="loss_input", kind="nll_of_probabilities"):
     """The input of ``nll_loss`` is made by what gives probabilities."""
 
     made_by: str
@@ -162,7 +162,7 @@ class NllOfProbabilities(_Misuse, rule="loss_input", kind="nll_of_probabilities"
     fix = "Use `log_softmax`, or give the logits to `cross_entropy`."
 
 
-class NllOfScores(_Misuse, rule="loss_input", kind="nll_of_scores"):
+class NllOfScores(Misuse, rule="loss_input", kind="nll_of_scores"):
     """The input of ``nll_loss`` is made by what gives no log-probabilities."""
 
     made_by: str
@@ -176,7 +176,7 @@ class NllOfScores(_Misuse, rule="loss_input", kind="nll_of_scores"):
     fix = "Use `log_softmax`, or `cross_entropy` in place of `nll_loss`."
 
 
-class SoftmaxDimension(_Misuse, rule="loss_input", kind="softmax_dimension"):
+class SoftmaxDimension(Misuse, rule="loss_input", kind="softmax_dimension"):
     """The log-softmax below a loss runs over another dimension than that of the classes."""
 
     dimension: int
@@ -193,7 +193,7 @@ class SoftmaxDimension(_Misuse, rule="loss_input", kind="softmax_dimension"):
     fix = "Use `log_softmax(x, dim={classes})`, or give the logits to `cross_entropy`."
 
 
-class OneClass(_Misuse, rule="loss_input", kind="one_class"):
+class OneClass(Misuse, rule="loss_input", kind="one_class"):
     """All ``targets`` of so many losses are one class."""
 
     class_index: int
@@ -212,7 +212,7 @@ class OneClass(_Misuse, rule="loss_input", kind="one_class"):
     refuted_if = "a batch has a target of another class."
 
 
-class SortedTargets(_Misuse, rule="loss_input", kind="sorted"):
+class SortedTargets(Misuse, rule="loss_input", kind="sorted"):
     """Steps of one class each follow one another class by class, in an epoch of a loader."""
 
     data: str
@@ -229,7 +229,7 @@ class SortedTargets(_Misuse, rule="loss_input", kind="sorted"):
     refuted_if = "a batch in the middle of the epoch has targets of several classes."
 
 
-class TargetsTooLong(_Misuse, rule="loss_input", kind="ctc"):
+class TargetsTooLong(Misuse, rule="loss_input", kind="ctc"):
     """``count`` of the targets of ``ctc_loss`` need more frames than there are: so many, of one of them."""
 
     needed: int
@@ -251,7 +251,7 @@ class TargetsTooLong(_Misuse, rule="loss_input", kind="ctc"):
     refuted_if = "the loss of that batch is finite."
 
 
-class Broadcast(_Misuse, rule="loss_input", kind="broadcast"):
+class Broadcast(Misuse, rule="loss_input", kind="broadcast"):
     """A prediction was broadcast against its target to a matrix of differences."""
 
     prediction: list[int]
@@ -266,7 +266,7 @@ class Broadcast(_Misuse, rule="loss_input", kind="broadcast"):
     fix = "Give both the same shape: `prediction.squeeze(1)`, or `target.unsqueeze(1)`."
 
 
-class DifferentSizes(_Misuse, rule="loss_input", kind="sizes"):
+class DifferentSizes(Misuse, rule="loss_input", kind="sizes"):
     """The same, of a prediction and a target with different numbers of samples."""
 
     prediction: list[int]
@@ -282,7 +282,7 @@ class DifferentSizes(_Misuse, rule="loss_input", kind="sizes"):
     fix = "Let the data set give one target per input, and both sides of the loss the same shape."
 
 
-class ShiftedTwice(_Misuse, rule="loss_input", kind="shifted"):
+class ShiftedTwice(Misuse, rule="loss_input", kind="shifted"):
     """Every target is the token ``shift`` places after that of its prediction."""
 
     shift: int
@@ -298,7 +298,7 @@ class ShiftedTwice(_Misuse, rule="loss_input", kind="shifted"):
     refuted_if = "the prediction of tokens further ahead is meant."
 
 
-class EndIgnored(_Misuse, rule="loss_input", kind="end_ignored"):
+class EndIgnored(Misuse, rule="loss_input", kind="end_ignored"):
     """Sequences end with the token that is also the padding, whose target is ignored: ``ends`` so far."""
 
     token: int

@@ -98,6 +98,8 @@ def _in_gradients(
     ]
     evidence += _before(run, frame, row)
     rank, who, proof = _origin_rank(run, step)
+    branch, proof_of_branch = _branch_words(run, loss, step)
+    evidence += proof_of_branch
     samples = samples_at(run, step, step)
     evidence += [*proof, *samples.evidence]
     return Finding(
@@ -107,8 +109,8 @@ def _in_gradients(
             f"At step {step}, NaN or Inf are in "
             f"{phrases.share(len(ill), len(measured), 'measured parameters')}; the last finite recorded step "
             f"is {before}. Nearest to the loss is `{name}` with {nan} NaN and {inf} Inf among {size} values. "
-            f"{_loss_words(loss, step, evidence)}{_later_words(later, after)}{' ' if who else ''}{who} "
-            f"{samples.sentences(step)}"
+            f"{_loss_words(loss, step, evidence)}{branch}"
+            f"{_later_words(later, after)}{' ' if who else ''}{who} {samples.sentences(step)}"
         ).rstrip(),
         subject=Subject(parameter=name, module=phrases.modules_of(run).get(name), step=step, rank=rank),
         evidence=tuple(evidence),
@@ -190,6 +192,21 @@ def _loss_words(loss: Scalar, step: int, evidence: list[Evidence]) -> str:
     # The step before may have left it in a weight, as Adam does in fp16, where its eps is 0.
     words = phrases.number(value)
     return f"The loss of that step is {words}: forward produced it, or met it in a weight or in the batch."
+
+
+def _branch_words(run: Run, loss: Scalar, step: int) -> tuple[str, list[Evidence]]:
+    """Return a sentence on a branch that the graph leaves out, where the loss is finite, and the evidence."""
+    place = int(np.searchsorted(loss.steps, step))
+    is_finite = place < len(loss.steps) and loss.steps[place] == step and np.isfinite(loss.values[place])
+    branches = [event for event in run.events("graph") if event.payload.get("rule") == "non_finite"]
+    if not is_finite or not branches:
+        return "", []
+    by, function = (str(branches[0].payload.get(key, "")) for key in ("by", "function"))
+    text = (
+        f" Its graph has a `{by}` one of whose branches `{function}` makes: where that branch is not taken "
+        "and its derivative is infinite, its gradient is 0 times infinity, which is NaN."
+    )
+    return text, [Evidence("events/graph", branches[0].step or 0, f"{by} over {function}")]
 
 
 def _fix(step: int) -> str:
