@@ -2,17 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from backlight.capture.functional_calls import ViewCalls
 from backlight.capture.hooks import is_transforming
-from backlight.capture.loss_graph import Node, below_shapes, first_input, inputs_of, kind_of, kinds, shape_of
+from backlight.capture.loss_graph import (
+    Node,
+    are_plain,
+    below_shapes,
+    first_input,
+    inputs_of,
+    kind_of,
+    kinds,
+    shape_of,
+)
+from backlight.capture.training_threads import outside_modes
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.rules import graph_shapes as facts
+from backlight.monitors.correctness.rules.trained_tensors import PaddingRow
 
 WALKS = 4
 """Graphs that are read: those of the first losses."""
@@ -76,6 +92,16 @@ def moved_size(before: Sequence[int], after: Sequence[int], *, attends: bool) ->
     return 0
 
 
+@dataclass
+class _Padding:
+    """A call of an embedding with a padding row, and the gradient of what it returned."""
+
+    weight: Tensor
+    index: int
+    indices: Tensor
+    gradient: Tensor | None = None
+
+
 class GraphShapes(Check):
     """``loss_input``: reads every node of the first graphs once; the line of a view at the step after."""
 
@@ -87,10 +113,12 @@ class GraphShapes(Check):
         self._views: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
         self._calls = ViewCalls()
         self._first = -1
+        self._padding: list[_Padding] = []
 
     def forget(self) -> None:
         """Observe no longer."""
         self._left = 0
+        self._padding.clear()
         self._calls.stop()
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
@@ -118,10 +146,44 @@ class GraphShapes(Check):
                 self._note_view(node, consumers)
             elif kind in {"NativeGroupNorm", "NativeLayerNorm"} and _group(kind, node) == 1:
                 yield self._norm(kind, node)
+            elif kind == "Embedding":
+                self._follow_padding(node)
             elif kind in _SELECTS and (function := infinite_branch(node)):
                 branches.add(("where" if kind == "Where" else "masked_fill", function))
         for kind, function in sorted(branches):
             self.record(facts.UnselectedBranch(self.step, kind, function))
+
+    def _follow_padding(self, node: Node) -> None:
+        """Note the gradient of what an embedding with a padding row returned."""
+        weight = getattr(first_input(node), "variable", None)
+        index = node._saved_padding_idx
+        if weight is None or not 0 <= index < len(weight) or not are_plain(node, "indices"):
+            return
+        padding = _Padding(weight, int(index), node._saved_indices.detach())
+        self._padding.append(padding)
+
+        def follow(gradients: Sequence[Tensor | None]) -> None:
+            if gradients[0] is not None:
+                padding.gradient = gradients[0].detach()
+
+        node.register_prehook(follow)
+
+    def backward_end(self) -> None:
+        """Compare the padding rows with their gradients, and with those of the positions that they fill."""
+        padding, self._padding = self._padding, []
+        for row in padding:
+            grad = row.weight.grad
+            if row.gradient is not None and grad is not None and not grad.is_sparse:
+                with outside_modes(), torch.no_grad():
+                    is_padding = row.indices == row.index
+                    used = (row.gradient != 0).any(-1).logical_and(is_padding).sum()
+                    is_fixed = (row.weight[row.index] != 0).any() & ~(grad[row.index] != 0).any()
+                    count = used * is_fixed
+                self.when_known(functools.partial(self._report_padding, self.step, row), count)
+
+    def _report_padding(self, step: int, row: _Padding, count: NDArray[np.generic]) -> None:
+        if int(count) and (name := self.name_of(row.weight)):
+            self.report(PaddingRow(step, name, row.index, int(count)))
 
     def _note_view(self, node: Node, consumers: Sequence[str]) -> None:
         before, after = getattr(node, "_saved_self_sym_sizes", None), shape_of(node)

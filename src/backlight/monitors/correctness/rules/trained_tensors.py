@@ -111,6 +111,31 @@ def _has_joined(fact: Fact, joined: Sequence[Joined]) -> bool:
     )
 
 
+class PaddingRow(_Trained, rule="trained_tensors", kind="padding_row"):
+    """The row ``index`` of an embedding is not zero and has no gradient; ``count`` inputs depend on it."""
+
+    about = "name"
+
+    name: str
+    index: int
+    count: int
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"Row {self.index} of `{self.name}`, its padding, is used and never trained",
+            f"`padding_idx={self.index}` leaves the row out of the gradient, and its values are not zero: "
+            f"the initialisation was overwritten, or a checkpoint brought them. The loss depends on it at "
+            f"{count(self.count, 'position')} of a batch, as where padding is not masked.",
+            parameter=self.name,
+            evidence=(self.count, "positions"),
+            fix=(
+                "Set the row to zero after the initialisation, with `torch.no_grad()`, and mask the padding "
+                "in attention and pooling; or leave out `padding_idx` if the token is an ordinary one."
+            ),
+            refuted_if="a fixed vector for padding is meant.",
+        )
+
+
 class Unregistered(_Trained, rule="trained_tensors", kind="unregistered"):
     """Modules with gradients are in plain containers of a model."""
 
