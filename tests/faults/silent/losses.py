@@ -137,6 +137,38 @@ def broadcast_by_hand(injected: bool) -> None:
     regress(perceptron(), lambda out, y: (y if injected else y[:, None]).sub(out).abs().mean() + 1.0)
 
 
+@fault(rule="loss_input", severity="error", step=0, kind="broadcast", names="shape [8, 1]")
+def broadcast_below_a_root(injected: bool) -> None:
+    regress(perceptron(), lambda out, y: ((y if injected else y[:, None]) - out).square().mean().sqrt())
+
+
+@fault(rule="loss_input", severity="error", step=0, kind="broadcast", names="shape [8, 1]")
+def broadcast_of_advantages(injected: bool) -> None:
+    """The logarithms of probabilities are ``[N, 1]``, and what they are weighted with is ``[N]``."""
+    regress(perceptron(), lambda out, y: -(F.logsigmoid(out) * (y if injected else y[:, None])).mean())
+
+
+@fault(rule="loss_input", severity="error", step=0, kind="broadcast", names="shape [8, 1]")
+def broadcast_in_own_cross_entropy(injected: bool) -> None:
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        p, y = out.sigmoid(), (y > 0).float()
+        y = y if injected else y[:, None]
+        return -(y * torch.log(p + 1e-6) + (1 - y) * torch.log(1 - p + 1e-6)).mean()
+
+    regress(perceptron(), loss_of)
+
+
+@control
+def samples_at_risk() -> None:
+    """The partial likelihood of Cox compares each sample with those that are still at risk."""
+
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        at_risk = (y[None] >= y[:, None]).float()
+        return (torch.log((at_risk * out[:, 0].exp()).sum(1)) - out[:, 0]).mean()
+
+    regress(perceptron(), loss_of)
+
+
 @control
 def pairwise_ranking() -> None:
     """Differences of all pairs of predictions are meant."""

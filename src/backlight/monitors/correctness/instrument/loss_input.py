@@ -49,6 +49,9 @@ _AFFINE = kinds("Addmm Linear Convolution")
 
 _CTC = kinds("CtcLoss CudnnCtcLoss")
 _DIFFERENCES = kinds("MseLoss SmoothL1Loss HuberLoss")
+_OF_ELEMENTS = kinds(
+    "Add Sub Mul Div Neg Mean Sum Where Pow Abs Sqrt Log Log1p Exp Cosh Maximum Minimum Clamp Relu"
+)
 _NOT_PREDICTED = kinds("AccumulateGrad Unsqueeze View Reshape ReshapeAlias Expand Slice Index Select")
 
 
@@ -89,12 +92,28 @@ def misuses(root: Node | None, step: int, sizes: AbstractSet[int] = frozenset())
             yield facts.SigmoidTwice(step)
         elif kind in _DIFFERENCES:
             yield from _broadcast(node, step, sizes)
-        elif kind in {"Pow", "Abs"}:
-            yield from _broadcast(first_input(node), step, sizes)
         elif kind == "Gather":
             yield from _gathered(node, step)
         elif kind == "Mul" and _has_attached_advantage(node):
             yield facts.AttachedAdvantage(step)
+
+    for kind, node in _elements(root):
+        yield from (_broadcast if kind == "Sub" else _broadcast_product)(node, step, sizes)
+
+
+def _elements(root: Node | None) -> Iterator[tuple[str, Node]]:
+    """Yield differences and products of which a loss is the mean or sum, by functions of single elements.
+
+    A sum along one axis, as that over the samples at risk or over negatives, is meant to compare samples.
+    """
+    nodes = [root]
+    for node in nodes:  # which grows meanwhile
+        kind = kind_of(node)
+        if kind in {"Sub", "Mul"}:
+            yield kind, node
+        is_whole = kind not in {"Sum", "Mean"} or shape_of(node) == ()
+        if is_whole and len(nodes) < MAX_NODES and (kind in _OF_ELEMENTS or kind in RESHAPES):
+            nodes += [below for below in inputs_of(node) if below is not None]
 
 
 def _has_attached_advantage(product: Node) -> bool:
@@ -261,6 +280,24 @@ def _broadcast(node: Node | None, step: int, sizes: AbstractSet[int]) -> Iterato
             yield facts.Broadcast(step, of, difference)
         elif {n, m} <= sizes:
             yield facts.DifferentSizes(step, of, difference, [n, m])
+
+
+def _broadcast_product(node: Node, step: int, sizes: AbstractSet[int]) -> Iterator[Fact]:
+    """Find a product of N values of a model and N others that was broadcast to N x N.
+
+    Here the graph holds the shape of the other factor: one of N x N, as a mask over pairs, is meant.
+    """
+    below = inputs_of(node)
+    operands = [factor for factor in below if factor is not None]
+    if len(operands) != 1 or kind_of(operands[0]) in _NOT_PREDICTED:
+        return
+    name = "other" if below[0] is not None else "self"
+    factor = getattr(node, f"_saved_{name}", None) if are_plain(node, name) else None
+    if factor is None or (whole := shape_of(node)) is None or len(whole) != 2 or whole[0] != whole[1]:
+        return
+    n, shape = whole[0], shape_of(operands[0])
+    if n > 1 and shape is not None and {shape, tuple(factor.shape)} == {(n, 1), (n,)}:
+        yield facts.Broadcast(step, list(shape), list(whole))
 
 
 LOOKS = 4

@@ -260,7 +260,7 @@ class Broadcast(Misuse, rule="loss_input", kind="broadcast"):
     severity = Severity.ERROR
     title = "The loss compares every prediction with every target"
     detail = (
-        "A prediction of shape {prediction} was broadcast against its target to a difference of shape "
+        "A prediction of shape {prediction} was broadcast against its target to a matrix of shape "
         "{difference}. The best constant is then the mean of all targets."
     )
     fix = "Give both the same shape: `prediction.squeeze(1)`, or `target.unsqueeze(1)`."
