@@ -126,3 +126,72 @@ def states_of_a_rollout_without_gradients() -> None:
         return head(state)
 
     train(model, parts=[cell, head], data=series, loss_of=F.cross_entropy, is_compiled=False)
+
+
+def stacked(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    return ((torch.randn(SAMPLES, LENGTH, 4), torch.randint(0, 3, (SAMPLES,))) for _ in range(count))
+
+
+class LastOutput(nn.Module):
+    """Classifies ``[N, T, 4]`` by the last output of a recurrent layer."""
+
+    def __init__(self, *, batch_first: bool) -> None:
+        super().__init__()
+        self.layer, self.head = nn.GRU(4, WIDTH, batch_first=batch_first), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0][:, -1])
+
+
+@fault(rule="loss_input", severity="warning", step=0, kind="samples_as_time", names="`layer` (GRU)")
+def recurrent_layer_that_takes_samples_as_time(injected: bool) -> None:
+    train(LastOutput(batch_first=not injected), data=stacked, is_compiled=False)
+
+
+@fault(rule="loss_input", severity="warning", step=0, kind="samples_as_time", names="[8, 6, 4]")
+def attention_that_takes_samples_as_time(injected: bool) -> None:
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, batch_first=not injected)
+    head = nn.Linear(4, 1)
+
+    def loss_of(out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y[:, None].float())
+
+    train(
+        lambda x: head(encoder(x).mean(1)),
+        parts=[encoder, head],
+        data=stacked,
+        loss_of=loss_of,
+        is_compiled=False,
+    )
+
+
+@control
+def tags_of_one_sentence() -> None:
+    """``[T, 1, C]``: a row of the loss for each word, and one sample."""
+    layer, head = nn.LSTM(4, WIDTH), nn.Linear(WIDTH, 3)
+    train(
+        lambda x: head(layer(x[:, None])[0][:, 0]),
+        parts=[layer, head],
+        data=lambda count: ((torch.randn(9, 4), torch.randint(0, 3, (9,))) for _ in range(count)),
+        is_compiled=False,
+    )
+
+
+@control
+def forecast_of_each_time_step() -> None:
+    """Time first on purpose, with a target for each position of each sample."""
+    layer, head = nn.GRU(4, WIDTH), nn.Linear(WIDTH, 1)
+    train(
+        lambda x: head(layer(x)[0])[..., 0],
+        parts=[layer, head],
+        data=lambda count: ((x, x.sum(-1)) for x, _ in series(count)),
+        loss_of=F.mse_loss,
+        is_compiled=False,
+    )
+
+
+@control
+def classes_of_series_with_time_first() -> None:
+    """The loss has a row for each entry of axis 1."""
+    layer, head = nn.GRU(4, WIDTH), nn.Linear(WIDTH, 3)
+    train(lambda x: head(layer(x)[0][-1]), parts=[layer, head], data=series, is_compiled=False)

@@ -83,6 +83,29 @@ class StateWithoutGraph(Misuse, rule="loss_input", kind="state_without_graph"):
         )
 
 
+class SamplesAsTime(Misuse, rule="loss_input", kind="samples_as_time"):
+    """A layer takes the first axis of ``shape`` as time, and the loss has one row for each of its entries."""
+
+    name: str
+    layer: str
+    shape: list[int]
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        layer = f"`{self.name}` ({self.layer})" if self.name else self.layer
+        return self.finding(
+            f"{layer} takes the {self.shape[0]} samples of a batch as time",
+            f"Its input has shape {self.shape}{f' at {self.line}' if self.line else ''}, and with "
+            f"`batch_first=False` axis 0 is the time. The loss has {self.shape[0]} rows, one for each entry "
+            "of that axis: these are samples, and the output of each depends on the others.",
+            evidence=(self.shape[0], "samples"),
+            fix="Create the layer with `batch_first=True`, or give it `x.transpose(0, 1)`.",
+            refuted_if="the layer is to relate the samples of a batch, or each time step has one target.",
+            line=self.line,
+            module=self.name,
+        )
+
+
 class UnselectedBranch(Fact, rule="non_finite", kind="branch", event="graph"):
     """``by`` leaves out values of a branch that ``function`` makes: the rule belongs to ``health``."""
 

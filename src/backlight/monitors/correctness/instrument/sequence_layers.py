@@ -1,10 +1,10 @@
-"""Whether the state that a recurrent layer gets is its last output, without the graph of it."""
+"""What recurrent layers and attention get: states without a graph, and samples where they take time."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 from backlight.capture.batches import tensors_in
 from backlight.capture.hooks import Patches, is_transforming
+from backlight.capture.loss_graph import CLASS_LOSSES, Node, first_input, kinds, shape_of, terms
 from backlight.capture.modules import named_parameters
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
-from backlight.monitors.correctness.rules.graph_shapes import StateWithoutGraph
+from backlight.monitors.correctness.rules.graph_shapes import SamplesAsTime, StateWithoutGraph
 from backlight.user_code import user_line
 
-LAYERS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell, nn.RNN, nn.GRU, nn.LSTM)
+LAYERS = (nn.RNNCell, nn.GRUCell, nn.LSTMCell, nn.RNN, nn.GRU, nn.LSTM, nn.MultiheadAttention)
+
+_OTHER_LOSSES = kinds("MseLoss SmoothL1Loss HuberLoss BinaryCrossEntropy BinaryCrossEntropyWithLogits")
 
 LOOKS = 2
 """Losses whose forwards are observed."""
@@ -39,21 +42,23 @@ class _Calls:
     states: list[Tensor] = field(default_factory=list)
 
 
-class RecurrentStates(Check):
-    """``loss_input``: every call of a recurrent layer in a loss, but the first, begins a graph of its own."""
+class SequenceLayers(Check):
+    """``loss_input``: the calls of a recurrent layer do not share a graph, or it takes samples for time."""
 
-    name = "recurrent_states"
+    name = "sequence_layers"
     steps = "first"
 
     def _start(self) -> None:
         self._patches = Patches()
         self._calls: dict[int, _Calls] = {}
+        self._shapes: dict[int, tuple[nn.Module, tuple[int, ...], str]] = {}
         self._left, self._is_on = LOOKS, False
 
     def forget(self) -> None:
         """Observe no longer."""
         self._patches.undo()
         self._calls.clear()
+        self._shapes.clear()
         self._is_on = False
 
     def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -67,17 +72,28 @@ class RecurrentStates(Check):
 
     def _wrapped(self, original: Any) -> Any:
         @functools.wraps(original)
-        def forward(layer: nn.Module, input: Any, hx: Any = None) -> Any:
-            result = original(layer, input, hx)
+        def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            result = original(layer, *args, **kwargs)
             is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
             is_plain = not (is_traced or is_transforming() or is_capturing_graph())
             if self._is_on and is_plain and torch.is_grad_enabled():
-                self._note(layer, tensors_in(hx), result)
+                names = ("query",) if isinstance(layer, nn.MultiheadAttention) else ("input", "hx")
+                named = dict(zip(names, args, strict=False)) | kwargs
+                self._note_axis(layer, named.get(names[0]))
+                if isinstance(layer, nn.RNNCellBase | nn.RNNBase):
+                    self._note_state(layer, tensors_in(named.get("hx")), result)
             return result
 
         return forward
 
-    def _note(self, layer: nn.Module, states: list[Tensor], result: Any) -> None:
+    def _note_axis(self, layer: nn.Module, sequence: Any) -> None:
+        """Note the shape of a sequence of which a layer takes the first axis as time."""
+        takes_time_first = getattr(layer, "batch_first", None) is False
+        if takes_time_first and getattr(sequence, "ndim", 0) == 3 and id(layer) not in self._shapes:
+            line = str(user_line(sys._getframe(2)) or "")
+            self._shapes[id(layer)] = (layer, tuple(sequence.shape), line)
+
+    def _note_state(self, layer: nn.Module, states: list[Tensor], result: Any) -> None:
         calls = self._calls.setdefault(id(layer), _Calls(layer))
         calls.count += 1
         is_same = len(states) == len(calls.states) > 0
@@ -102,14 +118,38 @@ class RecurrentStates(Check):
                     self.step, name, type(of_layer.layer).__name__, of_layer.count, of_layer.line
                 )
             )
-        self._left -= bool(self._calls)
+        self._report_axis({shape for root in roots for shape in _predictions(root.grad_fn)})
+        self._left -= bool(self._calls or self._shapes)
         self._calls.clear()
+        self._shapes.clear()
         if self._is_on and not self._left:
             self.forget()
+
+    def _report_axis(self, predictions: set[tuple[int, ...]]) -> None:
+        """Report the first layer for which time is as long as the loss has samples, one row for each.
+
+        A prediction for each position of several samples has an axis for both.
+        """
+        for layer, shape, line in list(self._shapes.values())[:1]:
+            if (
+                shape[0] != shape[1] > 1
+                and predictions
+                and all(len(rows) == 1 and rows[0] == shape[0] for rows in predictions)
+            ):
+                kind, name = type(layer).__name__, self._name(layer)
+                self.report(SamplesAsTime(self.step, name, kind, list(shape), line))
 
     def _name(self, layer: nn.Module) -> str:
         weights = [named.parameter for named in named_parameters(layer)]
         return next((name.rpartition(".")[0] for w in weights if (name := self.name_of(w))), "")
+
+
+def _predictions(root: Node | None) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of what the loss functions below a root get, without an axis of classes or outputs."""
+    for kind, node in terms(root):
+        shape = shape_of(first_input(node)) if kind in CLASS_LOSSES or kind in _OTHER_LOSSES else None
+        if shape is not None:
+            yield shape[:1] + shape[2:] if kind in CLASS_LOSSES or shape[1:] == (1,) else shape
 
 
 def _is_without_graph(state: Tensor, last: Tensor) -> bool:
