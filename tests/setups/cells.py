@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 import backlight
 from backlight.measure.spectra.measurement import SpectralEcho, spectral_echo
@@ -377,6 +378,75 @@ def correctness(setup: Setup, folder: Path) -> Outcome:
     return Outcome(TESTED)
 
 
+# activations
+
+
+def reference_outputs(setup: Setup) -> list[dict[str, tuple[float, float | None]]]:
+    """Return rms of outputs and gradients by layer and step, by hooks of torch, of the first microbatch."""
+    alone = setup if not isinstance(training_setups.build(setup)[0], OptimizedModule) else SETUPS["plain"]
+    model, optimizer = training_setups.build(alone)
+    outputs: list[dict[str, Tensor]] = [{}]
+    sizes: list[dict[str, tuple[float, float | None]]] = []
+
+    def hook(name: str) -> Callable[[Any, Any, Tensor], None]:
+        def keep(_module: Any, _args: Any, output: Tensor) -> None:
+            if name not in outputs[-1]:
+                outputs[-1][name] = output
+                if output.requires_grad:
+                    output.retain_grad()
+
+        return keep
+
+    def observe(moment: str, _step: int, _loss: Tensor | None) -> None:
+        if moment == "gradients":
+            sizes.append(
+                {name: (rms(x), None if x.grad is None else rms(x.grad)) for name, x in outputs[-1].items()}
+            )
+            outputs.append({})
+
+    def rms(x: Tensor) -> float:
+        return x.detach().double().square().mean().sqrt().item()
+
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.LayerNorm)):
+            module.register_forward_hook(hook(name.removeprefix("module.")))
+    training_setups.train(alone, model, optimizer, observe=observe)
+    return sizes
+
+
+def activations(setup: Setup, folder: Path) -> Outcome:
+    """Check that outputs and gradients are those that hooks of torch see on this rank."""
+    reference = reference_outputs(setup)
+    model, optimizer = training_setups.build(setup)
+    options = {"activations": {"every": 1}}
+    with watched(model, optimizer, folder / "run", "activations", every=1, **options) as messages:
+        training_setups.train(setup, model, optimizer)
+    run = backlight.open_run(folder / "run")
+    assert not any(gathered(messages)), messages
+    scale = training_setups.SCALE if setup.scaled else 1.0
+    reasons = [
+        f"{e.payload['what']}: {e.payload['reason']}" for e in run.events("unmeasured") if e.rank == rank()
+    ]
+    if isinstance(model, OptimizedModule):
+        reference = [{"Net": step["last"]} for step in reference[1:]]  # the first step compiles
+    measured = {name.rpartition("/")[2] for name in run.scalar_names()}
+    assert measured > {"first", "last"} or isinstance(model, OptimizedModule)
+    for name in reference[0]:
+        if name not in measured:
+            assert "activations of the class" in reasons[0]
+            continue
+        values = run.scalar(f"activations/rms/{name}", rank=rank()).values
+        assert values == pytest.approx([step[name][0] for step in reference], rel=1e-5)
+        gradients = [step[name][1] for step in reference]
+        if None in gradients:
+            assert setup.reentrant
+            assert reasons
+            continue
+        values = run.scalar(f"activations/gradient/{name}", rank=rank()).values
+        assert values == pytest.approx([size / scale for size in gradients if size is not None], rel=1e-5)
+    return Outcome(IN_PART if reasons else TESTED, " | ".join(dict.fromkeys(reasons)))
+
+
 # all of them
 
 
@@ -397,6 +467,7 @@ def identical(setup: Setup, folder: Path) -> Outcome:
                 health={"exact_updates": 1, "histogram": True},
                 samples=(sample_loss(setup), probe()),
                 grokking={"every": 1, "gram": 1, "agop": 1, "vectors": 1, "top_k": 2},
+                activations={"every": 1, "rank": True},
                 spectra={"states": ("update", "momentum"), "split": 4},
             )
         with run:
@@ -410,7 +481,7 @@ def identical(setup: Setup, folder: Path) -> Outcome:
 
 
 MONITORS: dict[str, Callable[[Setup, Path], Outcome]] = {
-    check.__name__: check for check in (health, correctness, stalls, grokking, spectra, steptime)
+    check.__name__: check for check in (health, correctness, stalls, grokking, spectra, steptime, activations)
 }
 CHECKS = {**MONITORS, "identical": identical}
 

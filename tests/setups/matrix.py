@@ -32,6 +32,13 @@ EXPECTED: dict[Cell, tuple[str, str]] = {
     ("grokking", "FSDP2"): (TESTED, _GATHERED),
     ("grokking", "TP"): (TESTED, _GATHERED),
     ("grokking", "FSDP2 x TP"): (TESTED, _GATHERED),
+    ("activations", "TP"): (IN_PART, "^activations of the class AsyncCollectiveTensor: "),
+    ("activations", "FSDP2 x TP"): (IN_PART, "^activations of the class AsyncCollectiveTensor: "),
+    ("activations", "compile"): (IN_PART, r"^activations inside `Net`: it is compiled or scripted"),
+    ("activations", "checkpointing, re-entrant"): (
+        IN_PART,
+        r"^gradients at outputs of layers inside of re-entr",
+    ),
     ("spectra", "TP"): (IN_PART, _IN_PART),
     ("spectra", "FSDP2 x TP"): (IN_PART, _IN_PART),
 }

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import backlight
@@ -182,6 +183,26 @@ def test_an_evaluation_is_not_measured(with_gradients: bool, tmp_path: Path) -> 
     assert values.max() < 10
 
 
+@pytest.mark.slow
+def test_forwards_that_no_backward_reaches_are_not_measured(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2))
+
+    def train() -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(3):
+            for _ in range(5):
+                model(1e3 * torch.randn(1, 8)).argmax()  # an action
+            optimizer.zero_grad()
+            for _ in range(2):
+                squared(model, torch.randn(64, 8)).backward()
+            optimizer.step()
+
+    layer = by_name(watched(tmp_path / "run", train))["0"]
+    assert layer.size == 64 * 8
+    assert len(layer["rms"].values) == 3
+    assert layer["rms"].values.max() < 10
+
+
 class Recurrent(nn.Module):
     """A layer that gives a tuple, one that takes two inputs, and one that takes integers."""
 
@@ -271,10 +292,12 @@ def test_a_compiled_part_is_measured_at_its_boundary(tmp_path: Path) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), backend="aot_eager")
     model = nn.Sequential(nn.Linear(8, 8), compiled, nn.Linear(8, 1))
-    run = watched(tmp_path / "run", lambda: fit(model, steps=3))
+    counters.clear()
+    run = watched(tmp_path / "run", lambda: fit(model, steps=6), every=2)
     layers = by_name(run)
     assert list(layers) == ["0", "1", "2"]
-    assert all(len(layer["gradient"].steps) == 3 for layer in layers.values())
+    assert all(layer["gradient"].steps.tolist() == [2, 4] for layer in layers.values())
+    assert counters["stats"]["unique_graphs"] == 1  # compiled in a step that is not measured
     (event,) = run.events("unmeasured")
     assert event.payload["what"] == "activations inside `1`"
     assert "compiled" in event.payload["reason"]
@@ -282,8 +305,6 @@ def test_a_compiled_part_is_measured_at_its_boundary(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_code_is_compiled_once_whether_a_step_is_measured_or_not(tmp_path: Path) -> None:
-    from torch._dynamo.utils import counters
-
     torch._dynamo.reset()
     counters.clear()
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))

@@ -104,12 +104,18 @@ class ActivationsMonitor(Monitor):
             return
         self._due = False
         passes = self._calls.passes()
+        for kind in sorted(self._calls.left_out):
+            reason = "their values are on several ranks, or on their way: reading them would wait"
+            self._refuse(f"activations of the class {kind}", reason)
         seconds = self._calls.seconds
         self._calls.restart(wanted=False)
         if not passes:
             return
         for forward in passes:
             self._describe(forward, record.step)
+            if any(output.in_region and output.gradient is None for output in forward.outputs):
+                what = "gradients at outputs of layers inside of re-entrant checkpointing"
+                self._refuse(what, "its forward has no graph; use_reentrant=False has one")
         self._send([output for forward in passes for output in forward.outputs], summary.scale, record)
         record.add_scalars({"activations_seconds": seconds})
         self._measured += 1

@@ -34,6 +34,9 @@ from backlight.user_code import user_line
 MAX_LAYERS = 400
 """Layers of a model that are followed."""
 
+MAX_FORWARDS = 16
+"""Forwards of a model that are measured in a step until a backward pass reaches one."""
+
 MAX_CALLS = 4
 """Calls of one layer in a forward pass that are measured, each on its own."""
 
@@ -52,7 +55,8 @@ class LayerOutput:
 
     ``name`` is that of the module, with ``#2`` for its second call in the forward. ``input`` names the layer
     whose output it was given, where that is one of these. ``rows`` are values per unit, ``unit`` is the
-    dimension of the units, None where there are none. ``low`` and ``high`` are the extremes of each unit,
+    dimension of the units, None where there are none. ``in_region`` is whether re-entrant checkpointing hides
+    the graph of its output. ``low`` and ``high`` are the extremes of each unit,
     ``spread`` is how far samples differ, ``zeros`` counts values.
     """
 
@@ -62,6 +66,7 @@ class LayerOutput:
     rows: int
     unit: int | None
     has_parameters: bool
+    in_region: bool
     input: str
     line: str
     norm: Tensor
@@ -137,10 +142,13 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 class OutputCalls(Listener):
-    """Measures the first forward with gradients of each model after :meth:`restart`, where that is wanted.
+    """Measures a forward with gradients of each model after :meth:`restart`, where that is wanted.
+
+    It is the last one before the first backward pass that reaches it: an agent may choose actions before.
 
     ``layers`` returns the prefix of a root module and what to follow of it, ``on_error`` takes an error in a
-    hook, after which nothing more is measured. ``seconds`` is the processor time since :meth:`restart`.
+    hook, after which nothing more is measured. ``seconds`` is the processor time since :meth:`restart`,
+    ``left_out`` are the classes of tensors that were not measured.
     """
 
     every_step = False
@@ -155,8 +163,9 @@ class OutputCalls(Listener):
         self._layers, self._on_error, self._wants_rank = layers, on_error, wants_rank
         self._hooks = CallHooks(self._before, self._after)
         self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._wanted, self._passes, self._done = False, list[ForwardPass](), set[int]()
-        self.seconds = 0.0
+        self._compiled: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._wanted, self._passes, self._forwards = False, dict[int, ForwardPass](), Counter[int]()
+        self.seconds, self.left_out, self._lines = 0.0, set[str](), dict[str, str]()
         self._clear()
 
     def _clear(self) -> None:
@@ -171,20 +180,23 @@ class OutputCalls(Listener):
     def restart(self, *, wanted: bool) -> None:
         """Drop what was measured; follow the next forwards if they are ``wanted``."""
         self._hooks.leave()
-        for forward in self._passes:  # their graph may outlive the step
+        for forward in self._passes.values():  # their graph may outlive the step
             forward.is_over = True
-        self._wanted, self._passes, self._done, self.seconds = wanted, [], set(), 0.0
+        self._wanted, self._passes, self._forwards, self.seconds = wanted, {}, Counter(), 0.0
         self._clear()
 
     def passes(self) -> list[ForwardPass]:
         """Return the forwards that a backward pass has reached: others are no part of the training."""
-        return [forward for forward in self._passes if forward.has_gradient]
+        return [forward for forward in self._passes.values() if forward.has_gradient]
 
     # Events of the outermost module
 
     def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Follow the layers of a model that is about to train."""
-        if not self._wanted or HUB.forward_depth > 1 or HUB.backward_depth or id(module) in self._done:
+        if not self._wanted or HUB.forward_depth > 1 or HUB.backward_depth:
+            return
+        earlier = self._passes.get(id(module))
+        if self._forwards[id(module)] >= MAX_FORWARDS or (earlier is not None and earlier.has_gradient):
             return
         if not torch.is_grad_enabled() or is_transforming() or is_capturing_graph():
             return
@@ -193,10 +205,17 @@ class OutputCalls(Listener):
         elif module in self._trained:  # it is evaluated, with gradients
             return
         begin = clock.thread_time()
-        self._done.add(id(module))
         self._clear()
+        self._forwards[id(module)] += 1
+        if earlier is not None:
+            earlier.is_over = True
         model, layers = self._layers(module)
-        self._passes.append(ForwardPass(model))
+        if module not in self._compiled and any(layer.is_compiled for layer in layers):
+            # What is compiled while a class is replaced is compiled again when it is not.
+            self._compiled.add(module)
+            self._forwards[id(module)] = MAX_FORWARDS
+            return
+        self._passes[id(module)] = self._forward = ForwardPass(model)
         self._samples = samples((args, kwargs))
         self._names = {id(layer.module): layer.name for layer in layers}
         self._hooks.follow(layer.module for layer in layers if layer.module is not module)
@@ -240,6 +259,8 @@ class OutputCalls(Listener):
                 self._calls[id(layer)] += 1
                 with _aside(output.device):
                     self._measure(layer, x, output)
+            elif output is not None and type(output) not in _DENSE:
+                self.left_out.add(type(output).__name__)
         except Exception as error:
             if is_interrupt(error):
                 raise
@@ -251,10 +272,12 @@ class OutputCalls(Listener):
         self._on_error(error)
 
     def _measure(self, layer: nn.Module, x: Tensor | None, output: Tensor) -> None:
-        forward, number, kind = self._passes[-1], self._calls[id(layer)], kind_of(layer)
+        forward, number, kind = self._forward, self._calls[id(layer)], kind_of(layer)
         name = self._names[id(layer)] + (f"#{number}" if number > 1 else "")
-        source = None if x is None else self._spread_of(x)
+        _, origin, input_spread = self._spread_of(x) if x is not None else (None, "", None)
         y = output.detach()
+        if name not in self._lines:  # it takes longer than the numbers
+            self._lines[name] = str(user_line() or "")
         has_parameters = bool(table_of(layer, "_parameters"))
         unit = self._unit(layer, y, has_parameters=has_parameters)
         low, high = measure.extremes(y)
@@ -262,9 +285,9 @@ class OutputCalls(Listener):
         spread = measure.spread(low, high) if is_batch else None
         self._spreads[id(output)] = weakref.ref(output), name, spread
         measured = LayerOutput(
-            name, kind, y.numel(), y.numel() // y.shape[unit] if unit is not None else y.numel(), unit,
-            has_parameters, "" if source is None else source[1], str(user_line() or ""), measure.norm(y),
-            spread=spread, input_spread=None if source is None else source[2],
+            name, kind, y.numel(), y.numel() // (1 if unit is None else y.shape[unit]), unit, has_parameters,
+            self._in_region, origin, self._lines[name], measure.norm(y),
+            spread=spread, input_spread=input_spread,
         )  # fmt: skip
         if unit is not None and not any(part in kind for part in NO_UNITS):
             measured.low, measured.high = measure.by_unit(low, high, unit - 1)

@@ -101,10 +101,11 @@ def _dead(dead: Sequence[MeasuredLayer], limits: ActivationsLimits) -> Iterator[
         how = "gives zero" if not worst.has_parameters else "is never positive, and gets no gradient,"
         more = f" {count(len(layers) - 1, 'more layer')} in the same state." if len(layers) > 1 else ""
         number = round(share * worst.units)
-        whole = number == worst.units
+        is_whole = all(layer["dead"].values[-1] == 1 for layer in layers)
+        part = f"{'Up to ' if len(layers) > 1 else ''}{percent(share)} of the"
         yield Finding(
             severity=severity,
-            title=f"{'All' if whole else f'{percent(share)} of the'} units of {_named(layers)} are dead",
+            title=f"{'All' if is_whole else part} units of {_named(layers)} are dead",
             detail=(
                 f"{phrases.share(number, worst.units, 'units')} of `{worst.name}` ({worst.kind}) are dead: "
                 f"each {how} for every sample at all measured steps from step {begin} on. What is in "
