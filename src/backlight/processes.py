@@ -15,7 +15,7 @@ import signal
 import struct
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -432,17 +432,16 @@ class HeldFiles:
     number, or closed it, would damage those.
     """
 
-    def __init__(self, *paths: Path) -> None:
+    def __init__(self, *paths: Path, others: Collection[int] = ()) -> None:
         wanted = set()
         for path in paths:
             with contextlib.suppress(OSError):
                 wanted.add(_identity(path.stat()))
         self._identities: dict[int, tuple[int, int]] = {}
-        with contextlib.suppress(OSError):
-            for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - numbers
-                with contextlib.suppress(OSError):  # that of the listing itself
-                    if (identity := _identity(os.fstat(descriptor))) in wanted:
-                        self._identities[descriptor] = identity
+        for descriptor in open_descriptors() - set(others):
+            with contextlib.suppress(OSError):  # that of the listing itself
+                if (identity := _identity(os.fstat(descriptor))) in wanted:
+                    self._identities[descriptor] = identity
         _held_files.add(self)
 
     def are_open(self) -> bool:
@@ -463,6 +462,13 @@ class HeldFiles:
 
 _held_files: weakref.WeakSet[HeldFiles] = weakref.WeakSet()
 _lost_files: set[tuple[int, int]] = set()
+
+
+def open_descriptors() -> set[int]:
+    """Return the open descriptors of this process, empty where they cannot be listed."""
+    with contextlib.suppress(OSError):
+        return {int(name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208 - numbers
+    return set()
 
 
 def has_lost(path: Path) -> bool:

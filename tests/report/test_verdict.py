@@ -13,6 +13,7 @@ from synthetic import Plan, finding, write_run
 from backlight.records import OTHERS, Layout, ParameterRecord, Placement, RunStatus, Severity
 from backlight.report.page import model
 from backlight.report.source import APART, Source
+from backlight.report.terminal import summary_text
 from backlight.report.verdict import hints_line, outcome
 from backlight.store.read.run import Run, open_run
 from run_builder import build_health_run, build_run, fill, gradient_row, open_ranks, parameter
@@ -219,3 +220,24 @@ def test_step_time_sums_all_phases(step_times: Source) -> None:
 def test_run_of_other_monitors_keeps_its_headline(tmp_path: Path) -> None:
     run = build_run(tmp_path / "run", monitors=("health", "steptime"), scalars={"phase/forward": [0.02]})
     assert outcome(Source(run)).headline == "Nothing was measured"
+
+
+def test_the_end_of_a_run_lists_what_was_looked_at(tmp_path: Path, step_times: Source) -> None:
+    """Times only where there are enough steady steps, and nothing of monitors that did not watch."""
+    few = "memory and compilation; times need 20 steady steps"
+    assert outcome(step_times).checked == (few,)
+    assert f"checked {few}\n" in summary_text(step_times.run.path, ())
+    times = {"phase/forward": [1.0, *[0.02] * 29], "phase/backward": [0.03] * 30}
+    whole = Source(build_run(tmp_path / "whole", monitors=("steptime",), scalars=times))
+    (line,) = outcome(whole).checked
+    assert line.startswith("time and memory: waits for data and device")
+    assert outcome(Source(whole.run, (finding("embed.weight", 3),))).checked == ()
+
+
+def test_each_monitor_names_what_its_rules_look_at(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Plan(steps=10))
+    lines = outcome(Source(run)).checked
+    subjects = {"health": "gradients and updates: ", "correctness": "the loop, at ", "steptime": "memory "}
+    wanted = [subject for monitor, subject in subjects.items() if monitor in run.monitors]
+    assert len(lines) == len(wanted) > 0
+    assert all(any(line.startswith(subject) for line in lines) for subject in wanted)

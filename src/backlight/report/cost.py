@@ -1,4 +1,4 @@
-"""Host time that a run spent in backlight: at its start, at its end, and in its steps."""
+"""Host time that a run spent in backlight, at its start, at its end and in its steps; writes it repeated."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import math
 import numpy as np
 
 from backlight.report.source import Source
-from backlight.store.format.schema import COST
+from backlight.store.format.schema import COST, REPEATED_WRITES
 from backlight.store.read.run import Run
-from backlight.text import duration, percent
+from backlight.text import count, duration, percent, visible
 
 
 def describe_cost(source: Source) -> str:
@@ -22,6 +22,11 @@ def describe_cost(source: Source) -> str:
             within = (spent.steps > clock.steps[0]) & (spent.steps <= clock.steps[-1])
             share = percent(float(np.nansum(spent.values[within])) / elapsed)
             parts.append(f"{share} of the time between the first step and the last")
+    if repeated := source.run.events(REPEATED_WRITES):
+        writes = count(sum(int(event.payload.get("writes", 0)) for event in repeated), "write")
+        parts.append(
+            f"{writes} failed and succeeded later (last: {visible(repeated[-1].payload.get('reason'))})"
+        )
     return ", ".join(parts)
 
 

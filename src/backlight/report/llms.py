@@ -47,6 +47,7 @@ def render_llms(run: Run, findings: Sequence[Finding]) -> str:
     path = as_typed(run.path)
     about = [DATA, view.summary, PARTED.join(part for part in (view.state, view.status) if part), *view.about]
     facts = [*(f"lost: {loss}" for loss in view.losses), *(line.text for line in view.lines)]
+    facts += [f"checked {words}" for words in view.checked]
     gaps = [
         f"{gap.what}: {gap.reason}{f': {listed(gap.names)}' if gap.names else ''}" for gap in view.unmeasured
     ]

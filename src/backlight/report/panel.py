@@ -152,7 +152,8 @@ class Panel:
     ``"full"``, ``"half"`` for a panel that shares its row with another where there is room, or ``"details"``
     for one in the folded part at the end. ``summary`` returns the summary of a run in which this monitor
     measured what matters most; the first one that does, in the order of the page, is the run's. ``line``
-    returns one line of facts that stands under the verdict, None where there is none.
+    returns one line of facts that stands under the verdict, None where there is none. ``checked`` returns
+    what the rules of its monitor looked at, for the end of a run without findings.
     """
 
     name: str
@@ -168,6 +169,7 @@ class Panel:
     place: str = "full"
     summary: Callable[[Source], MonitorSummary | None] | None = None
     line: Callable[[Source], FactLine | None] | None = None
+    checked: Callable[[Source], str] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.render):

@@ -113,6 +113,8 @@ def summary_text(path: Path, fresh: Sequence[Finding] | None = None, progress: P
         try:
             run = open_run(path, progress)
             view = print_findings(run, findings_of(run, fresh=fresh), console)
+            for line in view.checked:
+                console.print(f"checked {line}", soft_wrap=True, markup=False)
             if probe := probing_command(run, view):
                 console.print(f"to look further: {probe}", soft_wrap=True, markup=False)
             next_command = explaining_command(run) or f"backlight report {as_typed(path)}"

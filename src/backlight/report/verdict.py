@@ -58,7 +58,7 @@ class RunOutcome:
     end, empty where it lacks nothing: else the tone is never ``clear``. ``about`` is the model, the command
     and the host, each where it is known. ``lines`` are the panels' lines
     of facts. ``withdrawn`` was reported while the run went on, and is not among
-    the findings.
+    the findings. ``checked`` is what the rules looked at, where they found nothing.
     """
 
     tone: str
@@ -74,6 +74,7 @@ class RunOutcome:
     losses: tuple[str, ...]
     withdrawn: tuple[Withdrawn, ...]
     unmeasured: tuple[Unmeasured, ...]
+    checked: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:
@@ -131,7 +132,8 @@ def outcome(source: Source) -> RunOutcome:
         word, status_line(source), about(source), _lines(source), _losses(source),
         tuple(withdrawn(source.run, (*source.findings, *source.hints))), _unmeasured(source),
     )  # fmt: skip
-    return RunOutcome(tone, headline, counted, len(source.hints), lacks, detail, *further)
+    checked = _checked(source) if tone == "clear" else ()
+    return RunOutcome(tone, headline, counted, len(source.hints), lacks, detail, *further, checked)
 
 
 def _lines(source: Source) -> tuple[FactLine, ...]:
@@ -139,6 +141,13 @@ def _lines(source: Source) -> tuple[FactLine, ...]:
     watched = source.run.monitors
     makers = [p.line for p in in_order(watched) if p.line is not None and p.monitor in watched]
     return tuple(line for make in makers if (line := make(source)) is not None)
+
+
+def _checked(source: Source) -> tuple[str, ...]:
+    """Return what the rules of the monitors that watched looked at."""
+    watched = source.run.monitors
+    makers = [p.checked for p in in_order(watched) if p.checked is not None and p.monitor in watched]
+    return tuple(make(source) for make in makers)
 
 
 def hints_line(source: Source) -> str:

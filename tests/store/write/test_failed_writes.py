@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gc
+import itertools
 import os
 import sqlite3
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 
 from backlight import atomic_files
 from backlight.records import Fingerprint, RunStatus
+from backlight.report.cost import describe_cost
+from backlight.report.source import Source
 from backlight.store import connections, filesystem
 from backlight.store.read.run import open_run
 from backlight.store.write import database
@@ -115,6 +120,81 @@ def test_disk_that_goes_on_to_fail_ends_the_recording(
     (reason,) = said
     assert error in reason
     assert open_run(tmp_path / "run").shortfall == "recording stopped at step 0 of 20"
+
+
+def test_reader_that_is_open_while_a_write_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its descriptors are those of the same file: that they are closed later is no loss of the writer's."""
+    writer = RunWriter.create(tmp_path / "run")
+    record(writer, 0)
+    file = tmp_path / "run/attempt-000/rank-00000.db"
+    reader = connections.connect(f"{file.as_uri()}?mode=ro", 1.0)
+    assert reader.query("SELECT count(*) FROM meta")
+    fail(writer, monkeypatch, 1, sqlite3.OperationalError("cannot commit transaction"))
+    for step in (1, 2):
+        record(writer, step)
+    reader.close()
+    record(writer, 3)
+    writer.close()
+    assert writer.lost is None
+    assert losses(tmp_path / "run") == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_writes_of_two_threads_are_repeated_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each third write fails, as one did whose connection had a statement open; a third thread reads."""
+    said: list[str] = []
+    writer = RunWriter.create(tmp_path / "run", on_lost=said.append)
+    write, calls, failed = type(writer._db).write, itertools.count(1), itertools.count()
+    problem = "cannot commit transaction - SQL statements in progress"
+
+    def failing(self: Any, batch: Any, sizes: Any) -> None:
+        if next(calls) % 3 == 0:
+            next(failed)
+            self._connection.execute("BEGIN IMMEDIATE")
+            raise sqlite3.OperationalError(problem)
+        write(self, batch, sizes)
+
+    monkeypatch.setattr(type(writer._db), "write", failing)
+
+    def work(number: int) -> None:
+        for step in range(60):
+            writer.scalar(step, f"loss/{number}", float(step))
+            writer.event(step, f"event/{number}", {"step": step})
+            writer.flush()
+
+    def look(done: threading.Event) -> None:
+        while not done.is_set():
+            open_run(tmp_path / "run").events("event/0")
+            gc.get_objects()
+
+    done = threading.Event()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    looker = threading.Thread(target=look, args=(done,))
+    for thread in (*threads, looker):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    looker.join()
+    writer.reach(59)
+    writer.close()
+    assert (said, writer.lost) == ([], None)
+    run = open_run(tmp_path / "run")
+    assert (run.losses, run.shortfall) == ((), "")
+    for number in range(2):
+        assert run.scalar(f"loss/{number}").values.tolist() == [float(step) for step in range(60)]
+        assert sorted(event.payload["step"] for event in run.events(f"event/{number}")) == list(range(60))
+    counted = run.events("repeated_writes")
+    times = next(failed)
+    assert times >= 20
+    assert sum(event.payload["writes"] for event in counted) == times
+    assert all(problem in event.payload["reason"] for event in counted)
+    assert f"{times} writes failed and succeeded later (last: OperationalError: {problem})" in describe_cost(
+        Source(run, ())
+    )
 
 
 @pytest.mark.parametrize("times", [1, MAX_FAILURES])

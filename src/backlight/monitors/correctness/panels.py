@@ -25,6 +25,12 @@ def figures(source: Source) -> Figures:
     )
 
 
+def checked(source: Source) -> str:
+    """Return what the facts of the loop are about, and at how many steps they were compared."""
+    steps = count(observed_steps(source.run), "step")
+    return f"the loop, at {steps}: order of calls, what the optimizer holds, modes, rates, dtypes, inputs"
+
+
 @panel(
     "training_loop",
     title="Checks of the training loop",
@@ -33,6 +39,7 @@ def figures(source: Source) -> Figures:
     monitor="correctness",
     place="details",
     summary=summary,
+    checked=checked,
 )
 def training_loop(source: Source) -> Drawn | NotMeasured:
     """State at how many steps the facts of the loop were compared."""

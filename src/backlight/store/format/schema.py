@@ -258,6 +258,9 @@ NOT_STORED = "not_stored"
 STATIC_READING = "static_reading"
 """What a line of the script looked like before it ran: ``rules`` that report it, ``place``, ``title``."""
 
+REPEATED_WRITES = "repeated_writes"
+"""Event of writes that failed and were repeated with a new connection, and why: nothing was lost by them."""
+
 SAMPLED_LINES = "sampled_lines"
 """Event with the lines of the user's code that the training thread was seen at, by phase; the last counts."""
 

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from backlight import atomic_files, clock, codec, processes
 from backlight.series import SERIES
-from backlight.store.connections import Connection, connect
+from backlight.store.connections import CALLS, Connection, connect
 from backlight.store.errors import RunFormatError
 from backlight.store.format import row_codec
 from backlight.store.format.names import database_name, segment_name
@@ -175,18 +175,21 @@ class RankDatabase:
         _databases.add(self)
 
     def _open(self) -> None:
-        self._connection = _connect(self.path)
-        try:
-            self._run("PRAGMA journal_mode = WAL")
-            self._run("PRAGMA synchronous = NORMAL")
-            self._run(f"PRAGMA wal_autocheckpoint = {self._checkpoint_pages}")
-            self._run(f"PRAGMA journal_size_limit = {2 * self._checkpoint_pages * PAGE_BYTES}")
-            self._run("SELECT 1 FROM meta")  # opens the log
-            files = (self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm"))
-            self._files = processes.HeldFiles(*files)
-        except BaseException:
-            self._connection.close()
-            raise
+        # A thread that reads the run has descriptors of the same files, and will close them.
+        with CALLS:
+            others = processes.open_descriptors()
+            self._connection = _connect(self.path)
+            try:
+                self._run("PRAGMA journal_mode = WAL")
+                self._run("PRAGMA synchronous = NORMAL")
+                self._run(f"PRAGMA wal_autocheckpoint = {self._checkpoint_pages}")
+                self._run(f"PRAGMA journal_size_limit = {2 * self._checkpoint_pages * PAGE_BYTES}")
+                self._run("SELECT 1 FROM meta")  # opens the log
+                files = (self.path.with_name(self.path.name + suffix) for suffix in ("", "-wal", "-shm"))
+                self._files = processes.HeldFiles(*files, others=others)
+            except BaseException:
+                self._connection.close()
+                raise
 
     def reopen(self) -> None:
         """Open the file anew after a failed write; a sqlite3.Error or OSError passes through."""

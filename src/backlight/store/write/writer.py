@@ -28,7 +28,7 @@ from backlight.store.errors import RunWriteError
 from backlight.store.format.arrays import ArrayWriter, Filters, write_evidence
 from backlight.store.format.manifest import HEARTBEAT_S, AttemptEntry, ListedSummary, Manifest, Progress
 from backlight.store.format.names import ARRAYS, database_name, storable
-from backlight.store.format.schema import DISK_LIMIT, EVALUATED, NOT_STORED, is_loss
+from backlight.store.format.schema import DISK_LIMIT, EVALUATED, NOT_STORED, REPEATED_WRITES, is_loss
 from backlight.store.write import database
 from backlight.store.write.attempt import Entry, enter
 from backlight.store.write.database import Batch, DiskBudget, RankDatabase, SegmentedDatabase
@@ -78,6 +78,7 @@ class RunWriter:
         self._batch = Batch()
         self._dropped: dict[str, int] = {}
         self._failures = self._evidence_bytes = 0
+        self._failure = ""
         self._tables: dict[tuple[ParameterRecord, ...], int] = {}
         self._recent: dict[int, tuple[tuple[ParameterRecord, ...], int]] = {}  # by id of the records
         self._sizes: dict[int, npt.NDArray[np.int64]] = {}
@@ -375,7 +376,7 @@ class RunWriter:
     def flush_all(self) -> None:
         """Flush, and try again what the disk refused, until it is written or counts as lost."""
         self.flush()
-        while self._failures and not self._off():
+        while (self._failures or self._batch) and not self._off():
             self.flush()
 
     def _write(self, batch: Batch) -> None:
@@ -401,6 +402,9 @@ class RunWriter:
         self.progress.stored = self.progress.step
         self._entry.publish_if_due()
         self._watch_size()
+        if self._failures:
+            repeated = {"writes": self._failures, "reason": self._failure}
+            self.event(max(self._entry.progress.step, 0), REPEATED_WRITES, repeated)
         self._failures = 0
 
     def close(self, status: RunStatus = RunStatus.FINISHED) -> None:
@@ -480,6 +484,7 @@ class RunWriter:
             if is_interrupt(error):
                 raise
             self._failures += 1
+            self._failure = database.reason_of(error, self._db)
             if self._failures > database.MAX_FAILURES or database.is_permanent(error):
                 self._lose(f"{self.path}: {database.reason_of(error, self._db)}")
             if again and self.lost is None:

@@ -80,6 +80,11 @@ def _figures(source: Source) -> Figures:
     )
 
 
+def checked(_source: Source) -> str:
+    """Return what the rules on gradients look at."""
+    return "gradients and updates: missing, vanishing, exploding, not finite, clipped, too large or small"
+
+
 @panel(
     "loss",
     title="Loss",
@@ -88,6 +93,7 @@ def _figures(source: Source) -> Figures:
     monitor="health",
     place="half",
     summary=summary,
+    checked=checked,
 )
 def loss(source: Source) -> Drawn | NotMeasured:
     """Draw the recorded loss."""

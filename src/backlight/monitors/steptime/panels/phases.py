@@ -35,6 +35,13 @@ def line_of(source: Source) -> FactLine | None:
     return None if line is None else FactLine(line.text, "profile" if line.computing < 0.5 else "")
 
 
+def checked(source: Source) -> str:
+    """Return what the rules on time and memory look at; of too few steady steps they look at no times."""
+    if not len(source.step_times) or _skipped(source.step_times):
+        return f"memory and compilation; times need {count(SteadyLimits().steady_steps, 'steady step')}"
+    return "time and memory: waits for data and device, saving, kept tensors, compilation, slow steps"
+
+
 def _skipped(seconds: NDArray[np.float64]) -> str:
     """Return that rules on times were not evaluated, where there are too few steady steps; else nothing."""
     steady, needed = len(find_steady(seconds).values), SteadyLimits().steady_steps
@@ -63,6 +70,7 @@ def _figures(source: Source) -> Figures:
     events=(SAMPLED_LINES,),
     summary=summary,
     line=line_of,
+    checked=checked,
 )
 def phases(source: Source) -> Drawn | NotMeasured:
     """Draw the phases as a stack of means per range of steps, and the slowest step of each range."""
