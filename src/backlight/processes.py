@@ -438,10 +438,9 @@ class HeldFiles:
             with contextlib.suppress(OSError):
                 wanted.add(_identity(path.stat()))
         self._identities: dict[int, tuple[int, int]] = {}
-        for descriptor in open_descriptors() - set(others):
-            with contextlib.suppress(OSError):  # that of the listing itself
-                if (identity := _identity(os.fstat(descriptor))) in wanted:
-                    self._identities[descriptor] = identity
+        for descriptor, identity in open_descriptors().items():
+            if identity in wanted and descriptor not in others:
+                self._identities[descriptor] = identity
         _held_files.add(self)
 
     def are_open(self) -> bool:
@@ -464,11 +463,14 @@ _held_files: weakref.WeakSet[HeldFiles] = weakref.WeakSet()
 _lost_files: set[tuple[int, int]] = set()
 
 
-def open_descriptors() -> set[int]:
-    """Return the open descriptors of this process, empty where they cannot be listed."""
+def open_descriptors() -> dict[int, tuple[int, int]]:
+    """Return the files of the open descriptors of this process, empty where they cannot be listed."""
+    files: dict[int, tuple[int, int]] = {}
     with contextlib.suppress(OSError):
-        return {int(name) for name in os.listdir("/proc/self/fd")}  # noqa: PTH208 - numbers
-    return set()
+        for descriptor in [int(name) for name in os.listdir("/proc/self/fd")]:  # noqa: PTH208 - numbers
+            with contextlib.suppress(OSError):  # that of the listing itself
+                files[descriptor] = _identity(os.fstat(descriptor))
+    return files
 
 
 def has_lost(path: Path) -> bool:
