@@ -93,7 +93,7 @@ def _charts(layers: Sequence[MeasuredLayer], title: str) -> list[dict[str, objec
     sizes = Axis("rms (output)", log=True), Axis("rms (gradient)", log=True)
     charts = [chart(lines, *sizes, title=title, across="layer", names=names)]
     shares = [
-        Line(label, places[is_measured], values[is_measured])
+        Line(label, places[is_measured], values[is_measured], recorded=places)
         for column, label in (("zeros", "zeros"), ("saturated", "saturated values"), ("dead", "dead units"))
         if (is_measured := np.isfinite(values := _profile(layers, column, -1))).any()
     ]
