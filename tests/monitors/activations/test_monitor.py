@@ -312,6 +312,9 @@ def test_code_is_compiled_once_whether_a_step_is_measured_or_not(tmp_path: Path)
     run = watched(tmp_path / "run", lambda: fit(model, steps=8, loss=step), every=2)
     assert counters["stats"]["unique_graphs"] == 1
     assert not by_name(run)
+    (event,) = run.events("unmeasured")
+    assert event.payload["what"] == "activations"
+    assert "what calls it is compiled" in event.payload["reason"]
 
 
 @pytest.mark.slow

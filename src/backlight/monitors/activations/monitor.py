@@ -43,6 +43,16 @@ GRADIENT = "activations/gradient/"
 """Begin of the names of numbers that a loss scale is a factor of."""
 
 
+MISSED_STEPS = 3
+"""Steps that were due, had a backward pass and no forward that it reached, after which that is recorded."""
+
+UNSEEN = (
+    "no call of a watched model was observed that a backward pass reached: its layers are called by another "
+    "method than forward, or what calls it is compiled"
+)
+"""Why nothing is measured."""
+
+
 @dataclass(frozen=True)
 class _Pending:
     """Numbers of a step on their way to the host: name and factor of each, and the loss scale."""
@@ -64,7 +74,7 @@ class ActivationsMonitor(Monitor):
         settings = ActivationsSettings.of(run.settings)
         self._run, self._every = run, settings.every
         self._calls = OutputCalls(self._layers, run.disable, wants_rank=settings.rank)
-        self._due, self._next, self._until, self._measured = False, 0, -1, 0
+        self._due, self._next, self._until, self._measured, self._missed = False, 0, -1, 0, 0
         self._units = DeadUnits()
         self._described: set[str] = set()
         self._refused: set[str] = set()
@@ -110,6 +120,9 @@ class ActivationsMonitor(Monitor):
         seconds = self._calls.seconds
         self._calls.restart(wanted=False)
         if not passes:
+            self._missed += summary.backwards > 0
+            if self._missed == MISSED_STEPS and not self._measured:
+                self._refuse("activations", UNSEEN)
             return
         for forward in passes:
             self._describe(forward, record.step)
