@@ -14,7 +14,7 @@ from backlight.text import size
 WARM_UP = 1 / 3
 """Share of the readings in which allocators and caches still fill."""
 
-MIN_READINGS = 12
+MIN_READINGS = 6
 """Readings after that, without which growth is not stated."""
 
 QUARTERS = 4
