@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from faults.silent.loop import control, fault, perceptron, train
+from faults.silent.loop import Loop, control, fault, perceptron, train
 
 COUNTS = ((8, 2), (3, 7), (6, 1), (8, 4))
 """Labels of the two microbatches of a step that are not ignored."""
@@ -125,4 +125,61 @@ def divided_by_another_number() -> None:
 def one_of_two_terms_divided() -> None:
     train(
         perceptron(), loss_of=lambda out, y: F.cross_entropy(out, y) / 2 + out.square().mean(), microbatches=2
+    )
+
+
+@fault(
+    rule="uneven_microbatches", kind="sum_of_means", severity="info", step=0, names="losses of 4 microbatches"
+)
+def losses_added_up(injected: bool) -> None:
+    factor = 4 if injected else 1  # the loop divides by it
+    train(perceptron(), loss_of=lambda out, y: factor * F.cross_entropy(out, y), microbatches=4)
+
+
+@fault(
+    rule="uneven_microbatches", kind="sum_of_means", severity="info", step=0, names="losses of 2 microbatches"
+)
+def losses_added_up_with_adam(injected: bool) -> None:
+    model = perceptron()
+    factor = 2 if injected else 1
+    train(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        loss_of=lambda out, y: F.nll_loss(F.log_softmax(out, dim=1), y) * factor,
+        microbatches=2,
+    )
+
+
+@control
+def gradients_divided_by_hand() -> None:
+    """The losses are added up, and their gradients divided before the step."""
+    model = perceptron()
+    loop = Loop(model, loss_of=lambda out, y: 3 * F.cross_entropy(out, y), microbatches=3)
+
+    def divide(_: int) -> None:
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 3
+
+    loop.before_update = divide
+    loop.run()
+
+
+@control
+def two_losses_of_two_lines() -> None:
+    """Two tasks on one model, each with a backward of its own."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(10):
+        x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        F.cross_entropy(model(-x), 2 - y).backward()
+        optimizer.step()
+
+
+@control
+def sum_over_all_targets() -> None:
+    train(
+        perceptron(), loss_of=lambda out, y: 2 * F.cross_entropy(out, y, reduction="sum") / 16, microbatches=2
     )

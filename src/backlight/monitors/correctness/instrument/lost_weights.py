@@ -34,6 +34,9 @@ from backlight.user_code import user_line
 MAX_TABLES = 8
 """Tables of tensors in checkpoints that are remembered."""
 
+MAX_ENTRIES = 20_000
+"""Entries of a mapping, above which it is data and no state."""
+
 MATRICES = 16
 """Matrices of each whose values are compared, evenly over it."""
 
@@ -302,7 +305,7 @@ def _comparable(
 
 def tables_in(value: Any, depth: int = 3) -> list[dict[str, Tensor]]:
     """Return the mappings of names to tensors in what was loaded, without the states of optimizers."""
-    if not isinstance(value, Mapping) or depth == 0 or "param_groups" in value:
+    if not isinstance(value, Mapping) or not depth or len(value) > MAX_ENTRIES or "param_groups" in value:
         return []
     tensors = {str(name): t for name, t in value.items() if isinstance(name, str) and _is_tensor(t)}
     inner = [table for part in value.values() for table in tables_in(part, depth - 1)]

@@ -25,6 +25,8 @@ from backlight.capture.loss_graph import (
     shape_of,
     terms,
 )
+from backlight.capture.optimizers import parameters_of
+from backlight.capture.parameters import local
 from backlight.capture.replicas import averaged_over
 from backlight.capture.training_threads import outside_modes
 from backlight.devices import is_capturing_graph
@@ -35,11 +37,19 @@ from backlight.monitors.correctness.rules.uneven_microbatches import (
     Classes,
     DividedTwice,
     RankTargets,
+    SumOfMeans,
     UnevenMicrobatches,
 )
+from backlight.user_code import user_line
 
 MEAN = 1
 """``reduction`` of torch's loss functions that divides by the number of targets; 2 is the sum."""
+
+ROUNDING = 1e-3
+"""Deviation from 1 of the gradient that arrives at a loss which nothing divides, of any type."""
+
+SAMPLED = 4
+"""Parameters of each optimizer whose gradients are followed between the backward passes of a step."""
 
 MAX_FACTORS = 8
 """Factors and divisors above a loss that are read."""
@@ -79,6 +89,9 @@ class MicrobatchWeights(Check):
         """Drop the losses of the step in progress."""
         self._parts: list[_Part | None] = []
         self._divisors: list[Counter[float]] = []  # of each backward
+        self._lines: list[str] = []
+        self._gradients: list[tuple[int, int]] | None = None  # some, and their versions, after a backward
+        self._are_added = True
         self._scale: Tensor | None = None
 
     def scaled(self, scaler: Any, loss: Tensor, result: Tensor) -> None:
@@ -88,13 +101,27 @@ class MicrobatchWeights(Check):
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Find the loss function, and follow what arrives at it."""
         if self.due:
+            if self._gradients is not None:
+                # A script that takes the gradients of each loss apart clears them in between.
+                self._are_added = self._are_added and self._gradients == self._sampled_gradients()
             is_readable = len(roots) == 1 and not is_capturing_graph()
             self._parts.append(_part(roots[0].grad_fn) if is_readable else None)
             self._divisors.append(_divisors(roots[0].grad_fn) if is_readable else Counter())
+            self._lines.append(str(user_line() or ""))
+
+    def backward_end(self) -> None:
+        """Note some gradients, to which the next backward of the step is to add."""
+        self._gradients = self._sampled_gradients() if self.due and self._parts else None
+
+    def _sampled_gradients(self) -> list[tuple[int, int]]:
+        parameters = [p for o in self.run.scope.optimizers() for p in parameters_of(o)[:SAMPLED]]
+        return [(id(p.grad), local(p.grad)._version) for p in parameters if p.grad is not None]
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Compare the microbatches of the step."""
-        parts, divisors, scale = self._parts, self._divisors, self._scale
+        parts, divisors, scale, lines = self._parts, self._divisors, self._scale, self._lines
+        # What is written to them here may divide them: by hand, by clipping or by a scaler.
+        are_added = self._are_added and self._gradients == self._sampled_gradients()
         self.forget()
         readable = [part for part in parts if part is not None and len(part.gradients) == 1]
         is_plain = self.due and not has_closure and not HUB.backward_depth
@@ -130,6 +157,14 @@ class MicrobatchWeights(Check):
                 self.record(RankTargets(step, round(targets.sum()), mean, averaged))
             if is_compared:
                 self._compare(step, comparisons, weights, targets)
+                # Of one line: several tasks have a backward each, whose sum is meant.
+                is_sum = (
+                    are_added
+                    and all(part.is_mean and part.is_whole for part in readable)
+                    and len(set(lines)) == 1
+                )
+                if is_sum and np.abs(gradients - 1.0).max() < ROUNDING:
+                    self.report(SumOfMeans(step, len(readable), lines[0]))
 
         self.when_known(use)
 

@@ -221,7 +221,7 @@ class SortedTargets(Misuse, rule="loss_input", kind="sorted"):
 
     title = "The batches come sorted by class"
     detail = (
-        "Up to step {step} of an epoch {batches} batches of {data} held targets of one class each, {classes} "
+        "By step {step}, {batches} batches of an epoch of {data} held targets of one class each, {classes} "
         "classes one after the other, and none came back. The loader does not shuffle: the model learns each "
         "class and forgets the one before."
     )

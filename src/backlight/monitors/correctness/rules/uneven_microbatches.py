@@ -11,7 +11,7 @@ from typing import Self
 from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.correctness.model.facts import Fact, facts_of, finding_on, observed, steps_of
-from backlight.records import Finding
+from backlight.records import Finding, Severity
 from backlight.registry import rule
 from backlight.store.read.run import Run
 
@@ -72,6 +72,26 @@ class DividedTwice(Fact, rule="uneven_microbatches", kind="divided_twice"):
         )
 
 
+class SumOfMeans(Fact, rule="uneven_microbatches", kind="sum_of_means"):
+    """The gradient of a step is the sum of the means of so many microbatches, by the backward of one line."""
+
+    count: int
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        n = max(fact.count for fact in facts)
+        return self.finding(
+            f"The losses of {n} microbatches are added up, and not divided by {n}",
+            f"At {observed(facts)}, the gradients of {n} backward passes{phrases.at_line(self.line)} are "
+            f"added, each of a mean over its microbatch: the gradient is {n} times that of the whole batch.",
+            line=self.line,
+            severity=Severity.INFO,
+            evidence=(n, "losses"),
+            fix=(f"Write `(loss / {n}).backward()`: rate and clipping then hold for any number of them."),
+            refuted_if="the losses belong to several tasks, or the learning rate was chosen for their sum.",
+        )
+
+
 class Classes(Fact, event="classes"):
     """How many classes the loss compares, and the factor of the root of backward to the mean over targets."""
 
@@ -85,7 +105,14 @@ def uneven_microbatches(run: Run, limits: UnevenLimits) -> Iterator[Finding]:
     if len(steps_of(divided := facts_of(run, DividedTwice))) >= limits.uneven_steps:
         yield finding_on(divided)
     yield from _between_ranks(facts_of(run, RankTargets), limits)
-    facts = facts_of(run, UnevenMicrobatches)
+    if uneven := facts_of(run, UnevenMicrobatches):
+        yield from _within_steps(uneven, limits)
+    elif len(steps_of(sums := facts_of(run, SumOfMeans))) >= limits.uneven_steps:
+        yield finding_on(sums)
+
+
+def _within_steps(facts: Sequence[UnevenMicrobatches], limits: UnevenLimits) -> Iterator[Finding]:
+    """Find means over different numbers of targets that are added up in one process."""
     steps = steps_of(facts)
     if len(steps) < limits.uneven_steps:
         return
