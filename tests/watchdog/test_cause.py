@@ -334,6 +334,12 @@ def test_wait_between_regular_steps_has_the_timeout_of_backward(phase: Phase) ->
     assert waiting_timeout_of(regular, LIMITS) == LIMITS.floor
     found = diagnose(observation(regular, samples=samples(TOP), wait=WaitReason.LOCK, **IDLE), LIMITS)
     assert (found.kind, found.line) == (DiagnosisKind.PHASE, "/home/me/train.py:5")
+    prepared = dataclasses.replace(regular, longest_other_s=9.0)
+    found = diagnose(observation(prepared, samples=samples(TOP), at_start_s=9.0, **IDLE), LIMITS)
+    assert found.kind is DiagnosisKind.PHASE  # that was before the first step
+    for longest_s, at_start_s in ((9.5, 9.0), (11.0, 11.0)):  # one since, and a long one
+        later = dataclasses.replace(regular, longest_other_s=longest_s)
+        assert diagnose(observation(later, at_start_s=at_start_s, **IDLE), LIMITS) is None
     for control, changes in (
         (regular, BUSY),  # it computes
         (regular, {**IDLE, "children_compute": True}),  # what it has started computes

@@ -90,7 +90,7 @@ def cause_of(obs: Observation, limits: StallLimits, timeout_s: float | None = No
         # What computes elsewhere is waited for, and gets the time of work.
         computes = obs.children_compute or (obs.cause is not None and obs.cause.progresses)
         waits = is_idle(obs, limits) and not computes
-        timeout_s = waiting_timeout_of(state, limits) if waits else timeout_of(state, limits)
+        timeout_s = waiting_timeout_of(state, limits, obs.at_start_s) if waits else timeout_of(state, limits)
     if timeout_s is None:
         return None
     summary = summarize_stacks(obs, limits)

@@ -128,6 +128,7 @@ class Observation:
     reduction: Reduction = Reduction()  # noqa: RUF009 - frozen; for which it would wait
     exit_reason: ExitReason | None = None
     children_compute: bool = False  # processes that it has started
+    at_start_s: float = 0.0  # longest pause between phases when it was first observed
 
     @property
     def state(self) -> StateSnapshot | None:

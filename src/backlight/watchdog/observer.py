@@ -39,7 +39,13 @@ from backlight.watchdog.observation import (
 from backlight.watchdog.shared_state import RankStatus, StateSnapshot, read_state
 from backlight.watchdog.stacks import StackSample, ThreadStack
 from backlight.watchdog.start_waits import StartWait
-from backlight.watchdog.timeouts import StallLimits, is_suspicious, timeout_of, waiting_timeout_of
+from backlight.watchdog.timeouts import (
+    REGULAR_STEPS,
+    StallLimits,
+    is_suspicious,
+    timeout_of,
+    waiting_timeout_of,
+)
 from backlight.watchdog.waits import (
     DEPTH,
     LOADER,
@@ -99,6 +105,7 @@ class RankObserver:
         self._oom_kills = processes.count_oom_kills()
         self._exit_reason: ExitReason | None = None
         self._ran_py_spy = False
+        self._at_start_s = 0.0
         self.start_wait = StartWait(limits)
 
     def poll(self, *, closely: bool = False) -> None:
@@ -115,9 +122,11 @@ class RankObserver:
         self.state = state
         if self._check_end():
             return
+        if not self._history or state.backwards < REGULAR_STEPS:
+            self._at_start_s = state.longest_other_s
         self._history.append(state)
         self.start_wait.update(state)
-        if closely or is_suspicious(state, self._limits):
+        if closely or is_suspicious(state, self._limits, self._at_start_s):
             self._examine(state)
         else:
             self._usages.clear()
@@ -146,7 +155,8 @@ class RankObserver:
         state = self.state
         if state is None:
             return None
-        waiting_s, timeout_s = waiting_timeout_of(state, self._limits), timeout_of(state, self._limits)
+        waiting_s = waiting_timeout_of(state, self._limits, self._at_start_s)
+        timeout_s = timeout_of(state, self._limits)
         if waiting_s == timeout_s or state.silence_s < (waiting_s or 0.0):
             return waiting_s
         observed: dict[str, Any] = {**self._cpu_usage(state.main_tid)}
@@ -305,6 +315,7 @@ class RankObserver:
             groups=self._read("groups", parse_groups) or {},
             not_collected=tuple(self._not_collected),
             exit_reason=self.exit_reason,
+            at_start_s=self._at_start_s,
             **observed,
         )
 

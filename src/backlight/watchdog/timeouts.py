@@ -85,17 +85,21 @@ def timeout_of(state: StateSnapshot, limits: StallLimits) -> float | None:
     return max(floor, usual)
 
 
-def waiting_timeout_of(state: StateSnapshot, limits: StallLimits) -> float | None:
+def waiting_timeout_of(state: StateSnapshot, limits: StallLimits, at_start_s: float = 0.0) -> float | None:
     """Return the timeout of a thread that only waits: outside of backward as in it, once steps are regular.
 
     They are where no pause so far has lasted a tenth of it; a longer one, such as an evaluation of the
     script's own, is expected again. Of several ranks the others wait in a collective, which has its own.
+    ``at_start_s`` was the longest pause when the run was first observed, in which a script prepares: none so
+    long since, it does not count up to a third of the timeout.
     """
     timeout_s = timeout_of(state, limits)
     has_other = timeout_s is None or state.timeout_s is not None or state.inside or state.world_size > 1
     if has_other or state.phase not in {Phase.OTHER, Phase.DATA} or state.backwards < REGULAR_STEPS:
         return timeout_s
-    usual = limits.times_typical * max(state.typical.get(state.phase, 0.0), state.longest_other_s)
+    is_of_start = state.longest_other_s <= at_start_s <= limits.floor / 3
+    longest_s = 0.0 if is_of_start else state.longest_other_s
+    usual = limits.times_typical * max(state.typical.get(state.phase, 0.0), longest_s)
     return limits.floor if usual <= limits.floor else timeout_s
 
 
@@ -105,9 +109,9 @@ def is_preparing(state: StateSnapshot) -> bool:
     return not state.backwards and not is_exempt
 
 
-def is_suspicious(state: StateSnapshot, limits: StallLimits) -> bool:
+def is_suspicious(state: StateSnapshot, limits: StallLimits, at_start_s: float = 0.0) -> bool:
     """Return whether the timeout is so near that stack samples are worth their cost."""
-    timeout_s = waiting_timeout_of(state, limits)
+    timeout_s = waiting_timeout_of(state, limits, at_start_s)
     if timeout_s is None:
         return False
     passed = state.phase_s if state.phase in _COMPUTING else state.silence_s
