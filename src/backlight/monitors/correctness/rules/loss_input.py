@@ -38,7 +38,7 @@ class Misuse(Fact):
             self.detail.format_map(values),
             severity=self.severity,
             evidence=(self.kind,),
-            fix=self.fix,
+            fix=self.fix.format_map(values),
             refuted_if=self.refuted_if,
         )
 
@@ -91,6 +91,22 @@ class AttachedAdvantage(Misuse, rule="loss_input", kind="advantage"):
     )
     fix = "Detach the baseline in this loss: `(returns - values.detach()) * log_probabilities`."
     refuted_if = "no parameter of the baseline gets a gradient from the policy loss alone."
+
+
+class RowsApart(Misuse, rule="loss_input", kind="rows_apart"):
+    """Between loader and loss the rows of ``moved`` come into another order, those of ``fixed`` do not."""
+
+    moved: str
+    fixed: str
+    samples: int
+
+    title = "The {moved} of a batch are permuted, and its {fixed} are not"
+    detail = (
+        "At {steps} steps the {samples} {moved} were those that the loader gave, in another order, and the "
+        "{fixed} were in the order of the loader: each sample is learned with the target of another."
+    )
+    fix = "Index both with the same permutation, or neither."
+    refuted_if = "the outputs are brought into the order of the targets before the loss."
 
 
 class OneOutput(Misuse, rule="loss_input", kind="one_output"):

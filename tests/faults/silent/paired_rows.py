@@ -1,0 +1,102 @@
+"""Rows of inputs and targets that come into another order, together and apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from faults.silent.batches import samples
+from faults.silent.loop import control, fault, perceptron
+
+Pair = tuple[Tensor, Tensor]
+Change = Callable[[Tensor, Tensor], Pair]
+LossOf = Callable[[Tensor, Tensor], Tensor]
+
+
+def paired(change: Change, loss_of: LossOf = F.cross_entropy, *, twice: bool = False) -> None:
+    """Train on batches of a loader that ``change`` makes others of."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in DataLoader(samples(64), batch_size=8, shuffle=True):
+        x, y = change(*batch)
+        optimizer.zero_grad()
+        output = model(x)
+        loss = loss_of(output, y)
+        if twice:
+            loss = loss + (model(x + 0.1) - output).square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+def keep(x: Tensor, y: Tensor) -> Pair:
+    return x, y
+
+
+def sorted_targets(x: Tensor, y: Tensor) -> Pair:
+    return x, y.sort().values
+
+
+def shuffled_inputs(x: Tensor, y: Tensor) -> Pair:
+    return x[torch.randperm(len(x))], y
+
+
+@fault(rule="loss_input", kind="rows_apart", severity="warning", step=2, names="The targets of a batch")
+def targets_that_are_sorted_alone(injected: bool) -> None:
+    torch.manual_seed(1)
+    paired(sorted_targets if injected else keep)
+
+
+@fault(rule="loss_input", kind="rows_apart", severity="warning", step=2, names="The inputs of a batch")
+def inputs_that_are_shuffled_alone(injected: bool) -> None:
+    paired(shuffled_inputs if injected else keep)
+
+
+@control
+def rows_that_are_shuffled_together() -> None:
+    def change(x: Tensor, y: Tensor) -> Pair:
+        order = torch.randperm(len(x))
+        return x[order], y[order]
+
+    paired(change)
+
+
+@control
+def outputs_in_the_order_of_the_targets() -> None:
+    def loss_of(output: Tensor, y: Tensor) -> Tensor:
+        order = y.argsort()
+        return F.cross_entropy(output[order], y[order])
+
+    paired(keep, loss_of)
+
+
+@control
+def mixed_inputs_with_both_targets() -> None:
+    def change(x: Tensor, y: Tensor) -> Pair:
+        return 0.6 * x + 0.4 * x.flip(0), y
+
+    paired(change, lambda out, y: 0.6 * F.cross_entropy(out, y) + 0.4 * F.cross_entropy(out, y.flip(0)))
+
+
+@control
+def mixed_features_with_both_targets() -> None:
+    paired(keep, lambda out, y: 0.6 * F.cross_entropy(out, y) + 0.4 * F.cross_entropy(out, y.flip(0)))
+
+
+@control
+def inputs_whose_features_are_flipped() -> None:
+    paired(lambda x, y: (x.flip(1), y))
+
+
+@control
+def targets_of_other_names() -> None:
+    """The classes are numbered anew."""
+    paired(lambda x, y: (x, (y + 1) % 3))
+
+
+@control
+def two_forwards_of_shuffled_inputs() -> None:
+    paired(shuffled_inputs, twice=True)
