@@ -70,7 +70,7 @@ class PairedRows(Check):
 
     def forget(self) -> None:
         """Compare nothing of this step."""
-        self._given: _Pairs | None = None
+        self._pairs: _Pairs | None = None
         self._fed: Snapshot | None = None
 
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
@@ -83,43 +83,43 @@ class PairedRows(Check):
         classes = [x for x in tensors if x.ndim == 1 and not x.is_floating_point()]
         if len(inputs) == len(classes) == 1 and len(inputs[0]) == len(classes[0]) in ROWS:
             columns = _columns(inputs[0]).numpy().copy()
-            self._given = _Pairs(inputs[0].shape, columns, classes[0].detach().numpy().copy())
+            self._pairs = _Pairs(inputs[0].shape, columns, classes[0].detach().numpy().copy())
 
     def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Copy the same columns of what the model is given."""
-        if self._given is None or not torch.is_grad_enabled() or HUB.backward_depth:
+        if self._pairs is None or not torch.is_grad_enabled() or HUB.backward_depth:
             return
         if is_transforming() or is_capturing_graph() or self._fed is not None:
             self.forget()
             return
-        alike = [x for x in plain_tensors((*args, *kwargs.values())) if x.shape == self._given.shape]
+        alike = [x for x in plain_tensors((*args, *kwargs.values())) if x.shape == self._pairs.shape]
         if len(alike) == 1:
             self._fed = self.snapshot([_columns(alike[0]).reshape(-1)])
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Copy the targets of the loss, and compare."""
-        given, fed = self._given, self._fed
+        pairs, fed = self._pairs, self._fed
         self.forget()
-        if given is None or fed is None:
+        if pairs is None or fed is None:
             return
         losses = [n for root in roots for kind, n in terms(root.grad_fn) if kind in CLASS_LOSSES]
         if len(losses) != 1 or not are_plain(losses[0], "target") or _is_chosen_of(losses[0]):
             return
         targets = losses[0]._saved_target.detach()
-        if targets.shape == given.targets.shape:
+        if targets.shape == pairs.targets.shape:
             self._left -= 1
             used = self.snapshot([targets])
-            self.when_known(functools.partial(self._compare, self.step, given, fed, used))
+            self.when_known(functools.partial(self._compare, self.step, pairs, fed, used))
 
-    def _compare(self, step: int, given: _Pairs, fed: Snapshot, used: Snapshot) -> None:
-        inputs, targets = fed.arrays[0].reshape(given.inputs.shape), used.arrays[0]
+    def _compare(self, step: int, pairs: _Pairs, fed: Snapshot, used: Snapshot) -> None:
+        inputs, targets = fed.arrays[0].reshape(pairs.inputs.shape), used.arrays[0]
         keeps_inputs, keeps_targets = (
-            np.array_equal(inputs, given.inputs),
-            np.array_equal(targets, given.targets),
+            np.array_equal(inputs, pairs.inputs),
+            np.array_equal(targets, pairs.targets),
         )
         if keeps_inputs == keeps_targets:
             return
-        now, before = (inputs, given.inputs) if keeps_targets else (targets, given.targets)
+        now, before = (inputs, pairs.inputs) if keeps_targets else (targets, pairs.targets)
         if np.array_equal(np.sort(now, axis=0), np.sort(before, axis=0)):
             self._steps += 1
             if self._steps >= STEPS:
