@@ -55,6 +55,18 @@ def inputs_that_are_shuffled_alone(injected: bool) -> None:
     paired(shuffled_inputs if injected else keep)
 
 
+@fault(rule="loss_input", kind="rows_apart", severity="warning", step=2, names="The inputs of a batch")
+def bfloat16_inputs_that_are_shuffled_alone(injected: bool) -> None:
+    model = perceptron().bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(x.bfloat16(), y) for x, y in samples(64)]
+    for x, y in DataLoader(data, batch_size=8):  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        inputs = shuffled_inputs(x, y)[0] if injected else x
+        F.cross_entropy(model(inputs).float(), y).backward()
+        optimizer.step()
+
+
 @control
 def rows_that_are_shuffled_together() -> None:
     def change(x: Tensor, y: Tensor) -> Pair:

@@ -79,7 +79,7 @@ class PairedRows(Check):
         if not self._left or not self.due:
             return
         tensors = [x for x in plain_tensors(batch) if x.device.type == "cpu" and len(x.shape)]
-        inputs = [x for x in tensors if x.ndim > 1]
+        inputs = [x for x in tensors if x.ndim > 1 and x.numel() and not x.is_complex()]
         classes = [x for x in tensors if x.ndim == 1 and not x.is_floating_point()]
         if len(inputs) == len(classes) == 1 and len(inputs[0]) == len(classes[0]) in ROWS:
             columns = _columns(inputs[0]).numpy().copy()
@@ -130,7 +130,8 @@ class PairedRows(Check):
 def _columns(rows: Tensor) -> Tensor:
     """Return some values of each row, at the same places, ``[N, COLUMNS]`` or fewer."""
     flat = rows.detach().flatten(1)
-    return flat[:, list(thinned(range(flat.shape[1]), COLUMNS))]
+    columns = flat[:, list(thinned(range(flat.shape[1]), COLUMNS))]
+    return columns.float() if columns.is_floating_point() else columns  # numpy has no bfloat16
 
 
 def _is_chosen_of(loss: Node) -> bool:
