@@ -196,7 +196,8 @@ def _divisors(root: Node | None) -> Counter[float]:
         if kind in {"Mul", "Div"} and are_plain(root, "other"):
             factor = getattr(root, "_saved_other", None)
             if isinstance(factor, Tensor) and not factor.ndim and factor.device.type == "cpu":
-                divisors[float(factor)] += 1 if kind == "Div" else -1
+                with outside_modes():  # a number of the script, which no device holds
+                    divisors[float(factor)] += 1 if kind == "Div" else -1
         root = below[0]
     return divisors
 
