@@ -1,0 +1,29 @@
+"""A penalty that is only logged is kept with its graph, and memory grows."""
+
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+x = torch.randn(512, 20)
+y = (x @ torch.randn(20, 5)).argmax(1)
+model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+loss_fn = nn.CrossEntropyLoss()
+history = []
+
+# SETUP
+for step in range(400):
+    rows = torch.randint(0, len(x), (32,))
+    inputs, targets = x[rows], y[rows]
+    # STEP
+    optimizer.zero_grad()
+    loss = loss_fn(model(inputs), targets)
+    penalty = model(inputs).square().mean()
+    history.append(penalty)  # BUG
+    # CONTROL: history.append(penalty.item())
+    loss.backward()
+    optimizer.step()
+    # STEPPED
+    if step % 20 == 0:
+        print(step, round(loss.item(), 4))
+# END
