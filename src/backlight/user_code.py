@@ -42,7 +42,10 @@ class SourceLine:
         """Return ``path:number``, relative to the working directory where that is shorter."""
         path = self.path
         if path.startswith(os.sep):
-            near = os.path.relpath(path)
+            try:
+                near = os.path.relpath(path)
+            except OSError:  # the working directory has been removed
+                near = ".."
             path = near if not near.startswith("..") else os.path.normpath(path)
         return f"{path}:{self.number}"
 

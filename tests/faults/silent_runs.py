@@ -82,9 +82,18 @@ class HabitRun:
 
 
 def habit_runs(strength: int, share: float = 1.0, seed: int = 0) -> Sequence[HabitRun]:
-    """Return every program with every row of :func:`habits.covering`, or a share of them at random."""
+    """Return every program with every row of :func:`habits.covering`, or a share of them at random.
+
+    An error is left out with the habits that hide it, which its ``hidden_by`` names.
+    """
     rows = habits.covering(strength)
     faults = [(name, kind) for name in expected_faults() for kind in ("error", "control")]
     programs = [*faults, *((name, "close") for name in CONTROLS)]
     every = [HabitRun(name, kind, row) for name, kind in programs for row in rows]
+    hidden = {name: fault.expected.get("hidden_by", ()) for name, fault in expected_faults().items()}
+    every = [
+        run
+        for run in every
+        if run.kind != "error" or not any(getattr(run.habits, habit) for habit in hidden[run.name])  # type: ignore[attr-defined]
+    ]
     return every if share >= 1 else random.Random(seed).sample(every, round(share * len(every)))

@@ -137,7 +137,7 @@ def test_refusal_ends_the_script_at_its_import_of_torch(tmp_path: Path, console_
     [
         (
             ["--monitors", "helth"],
-            "--monitors: no monitor is called 'helth'; expected some of: correctness, ",
+            "--monitors: no monitor is called 'helth'; expected some of: activations, ",
         ),
         (["--stop-on", "spke"], "--stop-on: no severity or rule is called 'spke'; did you mean 'spike'?"),
         (["--tracker", "wandbb"], "--tracker: no tracker is called 'wandbb'; did you mean 'wandb'?"),

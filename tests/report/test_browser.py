@@ -157,7 +157,7 @@ def test_every_panel_is_drawn_and_controls_are_labelled(show: Open, page: Path, 
         "const d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
         "let n = 0; for (let i = 3; i < d.length; i += 4) n += d[i] > 0; return n; })"
     )
-    assert len(charts) == 11
+    assert len(charts) == 14
     assert min(charts) > 500
     assert driver.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     nameless = driver.execute_script("""

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import local
+from backlight.capture.training_threads import outside_modes
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.rules import trained_tensors as facts
 from backlight.user_code import definition
@@ -151,7 +152,7 @@ def _note(reference: weakref.ref[_Masked], gradient: Tensor) -> None:
     masked = reference()
     if masked is None or gradient.layout is not torch.strided or gradient.ndim < 2:
         return
-    with torch.no_grad():
+    with outside_modes(), torch.no_grad():
         rows = local(gradient).ne(0).any(1)
         masked.incoming = rows if masked.incoming is None else masked.incoming | rows
 
@@ -168,24 +169,32 @@ def _remove(masked: _Masked) -> None:
     if masked.handle is not None:
         masked.handle.remove()
         masked.handle = None
+        parameter = masked.parameter()
+        if parameter is not None and not parameter._backward_hooks:
+            parameter._backward_hooks = None  # as before: torch leaves an empty table
 
 
 def _masked_parameters(optimizer: torch.optim.Optimizer, written: set[int]) -> Iterator[Tensor]:
     """Yield the matrices with a hook, or whose gradients a script writes to."""
     for parameter in parameters_of(optimizer):
-        if parameter.ndim == 2 and parameter.requires_grad and local(parameter) is parameter:
-            hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
-            if any(hooks) or id(parameter) in written:
-                yield parameter
+        is_matrix = parameter.ndim == 2 and parameter.requires_grad and local(parameter) is parameter
+        if is_matrix and (id(parameter) in written or _hooks(parameter)):
+            yield parameter
+
+
+def _hooks(parameter: Tensor) -> list[Any]:
+    """Return the hooks on a parameter, but for those of backlight."""
+    tables = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    hooks = [hook for table in tables for hook in (table or {}).values()]
+    functions = [getattr(hook, "func", hook) for hook in hooks]  # of a partial
+    modules = [str(getattr(function, "__module__", "")) for function in functions]
+    return [hook for hook, module in zip(hooks, modules, strict=True) if not module.startswith("backlight.")]
 
 
 def _line(parameter: Tensor) -> str:
     """Return where a hook on a parameter is defined; empty where there is none in the script."""
-    for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
-        for hook in (hooks or {}).values():
-            if isinstance(hook, FunctionType) and (line := definition(hook)) is not None:
-                return str(line)
-    return ""
+    lines = (definition(hook) for hook in _hooks(parameter) if isinstance(hook, FunctionType))
+    return str(next(filter(None, lines), ""))
 
 
 def _decay(optimizer: torch.optim.Optimizer, parameter: Tensor) -> float:

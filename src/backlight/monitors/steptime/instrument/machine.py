@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from backlight import clock, processes
+from backlight.interrupts import is_interrupt
 from backlight.monitors.steptime.model.evidence import DEVICE_PREFIX, HOST_MEMORY
 
 SHARE = 0.01
@@ -81,7 +82,9 @@ class MachineReadings:
             try:
                 self._gpu = self._gpu or NvmlGpu(self._uuid)
                 values |= self._gpu.read()
-            except Exception as error:  # noqa: BLE001 - a driver may raise anything; nothing depends on it
+            except Exception as error:  # a driver may raise anything; nothing depends on it
+                if is_interrupt(error):
+                    raise
                 self._uuid = None
                 self._missing(_reason(error))
         return values
