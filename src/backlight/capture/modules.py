@@ -118,6 +118,7 @@ class SeenModules:
         self._replaced: dict[int, tuple[weakref.ref[Any], weakref.ref[nn.Module], str]] = {}
         self._modeless: set[int] = set()
         self.copies: dict[int, weakref.ref[nn.Module]] = {}
+        self.copied = 0  # copies so far
         self._places: dict[int, _Place] = {}
         self._ties: list[tuple[_Place, _Place]] = []
         self.changes = 0
@@ -134,7 +135,11 @@ class SeenModules:
         self._modeless.discard(id(module))
         # A deepcopy registers nothing.
         if id(module) not in self._modules and len(self.copies) < MAX_COPIES:
-            self.copies[id(module)] = weakref.ref(module)
+            reference = self.copies.get(id(module))
+            if reference is None or reference() is not module:
+                self.copies.pop(id(module), None)  # of one that is gone: the latest are the last
+                self.copies[id(module)] = weakref.ref(module)
+                self.copied += 1
 
     def copied_roots(self) -> list[nn.Module]:
         """Return the living copies whose ``train`` or ``eval`` was called, without the modules in them."""

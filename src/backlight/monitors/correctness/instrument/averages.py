@@ -38,7 +38,7 @@ VALUES = 64
 LENGTH_ERROR = 0.02
 """Error of the length of a vector of spectral norm, which is 1 but for rounding."""
 
-MAX_COPIES = 8
+MAX_COPIES = 64
 """Copies that are followed."""
 
 
@@ -94,13 +94,14 @@ class Averages(Check):
 
     def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Follow the copies that there are now."""
-        changes = HUB.seen.changes, len(HUB.seen.copies)
+        changes = HUB.seen.changes, HUB.seen.copied
         if not self.due or changes == self._changes or not self.run.scope.holds(optimizer):
             return
         self._changes = changes
         trained_ids = {id(p) for other in self.run.scope.optimizers() for p in parameters_of(other)}
         trained = [_names(root) for root in self.run.scope.roots(trained_ids)]
-        for root in (*HUB.seen.roots(), *HUB.seen.copied_roots()):
+        # The latest first: earlier ones may be about to go.
+        for root in reversed((*HUB.seen.roots(), *HUB.seen.copied_roots())):
             for module in (root, *root.children()):
                 names = _names(module) if len(self._owners) < MAX_COPIES else frozenset()
                 if names and names in trained and not any(id(p) in trained_ids for p in module.parameters()):
