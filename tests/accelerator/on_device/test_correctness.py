@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ def test_steps_of_148_tensors_with_the_default_monitors(
 ) -> None:
     monkeypatch.setitem(fused_rows.LOADERS, "sim", simulated.load_kernels)
     monkeypatch.setattr(fused_rows, "_OF_DEVICE", {})
+    gc.collect()  # optimizers of other tests would be followed
     plain, weights = gpt_steps(16)
     fused_rows.fused_rows(torch.device("sim:0")).wait()
     watched, same = gpt_steps(16, run=tmp_path / "run", every=1)

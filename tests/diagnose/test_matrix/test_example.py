@@ -64,7 +64,7 @@ def test_the_finding_of_the_watchdog_is_the_verdict(tmp_path: Path, command: Com
     assert '"BLOCKED"' in findings
     assert '"DEAD"' not in findings
     assert command("report", str(out), "--format", "md", "--out", str(tmp_path / "ticket.md"))[0] == 0
-    assert "## Decision tree" in (tmp_path / "ticket.md").read_text()
+    assert "## Evidence" in (tmp_path / "ticket.md").read_text()
     assert command("report", str(out), "--out", str(tmp_path / "page.html"))[0] == 0
     assert "Content-Security-Policy" in (tmp_path / "page.html").read_text()
 

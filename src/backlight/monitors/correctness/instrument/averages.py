@@ -74,6 +74,9 @@ class Averages(Check):
         self._owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
             weakref.WeakKeyDictionary()
         )
+        self._sources: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._evaluated: weakref.WeakKeyDictionary[nn.Module, _Evaluated] = weakref.WeakKeyDictionary()
 
@@ -99,13 +102,14 @@ class Averages(Check):
             return
         self._changes = changes
         trained_ids = {id(p) for other in self.run.scope.optimizers() for p in parameters_of(other)}
-        trained = [_names(root) for root in self.run.scope.roots(trained_ids)]
+        trained = {_names(root): root for root in self.run.scope.roots(trained_ids)}
         # The latest first: earlier ones may be about to go.
         for root in reversed((*HUB.seen.roots(), *HUB.seen.copied_roots())):
             for module in (root, *root.children()):
                 names = _names(module) if len(self._owners) < MAX_COPIES else frozenset()
                 if names and names in trained and not any(id(p) in trained_ids for p in module.parameters()):
                     self._owners[module] = weakref.ref(root)
+                    self._sources[module] = weakref.ref(trained[names])
                     self._hooks.follow([module])
 
     def copy_begin(self, module: nn.Module) -> None:
@@ -129,24 +133,26 @@ class Averages(Check):
         if any(p.is_meta or p.layout is not torch.strided for p in parameters):
             return
         weights = self.snapshot([sampled(p, VALUES) for p in thinned(parameters, MODULES)])
+        source = self._sources[copy]() if copy in self._sources else None
+        sources = {} if source is None else _norms(source)
         evaluated = self._evaluated.get(copy)
         if evaluated is None:
             evaluated = self._evaluated[copy] = _Evaluated(self.step, self.step, weights, weights)
         evaluated.last_step, evaluated.last_weights = self.step, weights
-        norms = [(name, m) for name, m in walk(copy) if is_batch_norm(m) and not m.training][:MODULES]
-        values = [s.reshape(-1) for _, m in norms for s in (m.running_mean, m.running_var) if s is not None]
+        norms = {n: m for n, m in _norms(copy).items() if not m.training and n in sources}
+        names = list(norms)[:MODULES]
+        values = _statistics([norms[name] for name in names])
         statistics = self.snapshot(values) if values else None
+        # Statistics that the trained model does not collect either are no loss.
+        of_source = self.snapshot(_statistics([sources[name] for name in names])) if values else None
         is_average, kind, step = copy in self._updated, kind_of(self._owner(copy)), self.step
-        names = [name for name, _ in norms]
 
         def report() -> None:
             evaluated.is_changed = evaluated.is_changed or not _are_equal(evaluated.first_weights, weights)
-            if statistics is None or not (is_average or evaluated.is_changed):
+            if statistics is None or of_source is None or not (is_average or evaluated.is_changed):
                 return
-            pairs = zip(names, statistics.arrays[::2], statistics.arrays[1::2], strict=True)
-            initial = [name for name, mean, variance in pairs if not mean.any() and (variance == 1).all()]
-            if initial:
-                self.report(AverageStatistics(step, kind, Names.of(initial)))
+            if initial := _initial(names, statistics) - _initial(names, of_source):
+                self.report(AverageStatistics(step, kind, Names.of(sorted(initial, key=names.index))))
 
         self.when_known(report)
         self._observe_vectors(copy, kind)
@@ -177,6 +183,21 @@ class Averages(Check):
         if is_repeated and not int(n_averaged) and not evaluated.is_changed:
             first, last = evaluated.first_step, evaluated.last_step
             self.report(AverageNeverUpdated(first, kind_of(average), last))
+
+
+def _norms(model: nn.Module) -> dict[str, Any]:
+    """Return the batch norms of a model, by their names without the prefix of a wrapper."""
+    return {name.removeprefix("module."): module for name, module in walk(model) if is_batch_norm(module)}
+
+
+def _statistics(norms: Sequence[Any]) -> list[Tensor]:
+    return [s.detach().reshape(-1) for m in norms for s in (m.running_mean, m.running_var)]
+
+
+def _initial(names: Sequence[str], values: Snapshot) -> set[str]:
+    """Return the norms whose mean is 0 and whose variance is 1."""
+    pairs = zip(names, values.arrays[::2], values.arrays[1::2], strict=True)
+    return {name for name, mean, variance in pairs if not mean.any() and (variance == 1).all()}
 
 
 def _names(model: nn.Module) -> frozenset[str]:

@@ -22,6 +22,9 @@ from backlight.monitors.correctness.instrument.module_modes import is_batch_norm
 from backlight.monitors.correctness.instrument.samples import sampled
 from backlight.monitors.correctness.model.habits import GivenTensor, Habits
 
+FROM_STEP = 2
+"""Step from which on values of the inputs are read."""
+
 OPERATIONS = 3
 """Operations that name a loss, down from its function."""
 
@@ -64,8 +67,8 @@ class LoopHabits(Check):
         tensors = plain_tensors((*args, *kwargs.values()))[:TENSORS]
         shapes = [(str(x.dtype).removeprefix("torch."), x.ndim, len(x) if x.ndim else 0) for x in tensors]
         self._shapes.append(shapes)
-        # Not at the first step, which has launches enough.
-        if tensors and self.run.clock.done:
+        # Not at the first steps, which have launches enough.
+        if tensors and self.run.clock.done >= FROM_STEP:
             snapshot = self.snapshot([sampled(x) for x in tensors])
             self.when_known(
                 lambda: self._values.append([np.asarray(a, dtype=np.float64) for a in snapshot.arrays])
