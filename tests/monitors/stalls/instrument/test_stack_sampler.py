@@ -11,6 +11,8 @@ import threading
 import time
 import traceback
 import types
+import weakref
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +21,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import backlight
+from backlight.monitors.stalls.instrument import stack_sampler
 from backlight.monitors.stalls.instrument.stack_sampler import probe_bytecode, take_sample
+from backlight.watchdog.shared_state import Slot
 from backlight.watchdog.stacks import (
     RecomputedRegion,
     StackSample,
@@ -27,6 +31,7 @@ from backlight.watchdog.stacks import (
     recomputed_region,
     user_frame,
 )
+from backlight.watchdog.timeouts import StallLimits
 
 
 def test_probe_distinguishes_python_from_native_code() -> None:
@@ -168,3 +173,51 @@ def test_sample_of_a_recomputation_has_the_line_that_checkpoints_it(
     assert again.frame is not None
     assert again.frame.function.endswith("Block.forward")
     assert again.line.endswith(f"{Path(__file__).name}:{line}")
+
+
+class Held:
+    """Something that the function of a thread holds."""
+
+
+def test_a_sample_of_the_line_keeps_nothing_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the training thread's function holds, while the sampler goes on to something else."""
+    begun, finished, sampled, released = (threading.Event() for _ in range(4))
+    references: list[weakref.ref[Held]] = []
+
+    def training() -> None:
+        held = Held()
+        references.append(weakref.ref(held))
+        begun.set()
+        finished.wait(60)
+
+    def read_state(path: Path, now: int) -> None:
+        sampled.set()
+        released.wait(60)
+
+    monkeypatch.setattr(stack_sampler, "read_state", read_state)
+    thread = threading.Thread(target=training)
+    thread.start()
+    begun.wait(60)
+    slots = memoryview(array("q", [0] * len(Slot)))
+    slots[Slot.BACKWARDS], slots[Slot.MAIN_IDENT] = 1, thread.ident or 0
+    slots[Slot.HEARTBEAT] = time.monotonic_ns()
+    heartbeat = types.SimpleNamespace(
+        shared_state=types.SimpleNamespace(slots=slots, path=tmp_path), is_counting=True,
+        observe_progress=lambda _: None,
+    )  # fmt: skip
+    counted: list[tuple[object, ...]] = []
+    lines = types.SimpleNamespace(add=lambda *line: counted.append(line))
+    sampler = stack_sampler.StackSampler(
+        heartbeat, StallLimits(), tmp_path / "stacks", tmp_path / "build", lambda: None, lines=lines
+    )  # type: ignore[arg-type]
+    polling = threading.Thread(target=sampler._poll, args=(slots,))
+    polling.start()
+    try:
+        assert sampled.wait(60)
+        finished.set()
+        thread.join()
+        assert [line[1].function.rpartition(".")[2] for line in counted] == ["training"]
+        assert references[0]() is None
+    finally:
+        released.set()
+        polling.join()

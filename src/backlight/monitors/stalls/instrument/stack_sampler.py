@@ -138,16 +138,12 @@ class StackSampler:
     def _poll(self, slots: memoryview) -> float:
         now = clock.monotonic_ns()
         slots[Slot.SAMPLER] = now
-        if (
-            self._lines is not None and slots[Slot.BACKWARDS] and now >= self._next_line
-        ):  # before, it prepares
+        # Before the first backward, a script prepares.
+        if self._lines is not None and slots[Slot.BACKWARDS] and now >= self._next_line:
             self._next_line = now + LINE_PERIOD_NS
             phase = PHASES[slots[Slot.PHASE]]
             with no_collection():
-                frame = sys._current_frames().get(slots[Slot.MAIN_IDENT])
-                at = user_frames(frame)
-                near = islice(_outwards(frame), MAX_FRAMES)
-                waits = self._wait_names.name(near, phase, device=bool(slots[Slot.DEVICE])) if at else ""
+                at, waits = self._line_now(slots, phase)
             if at:
                 self._lines.add(phase, at[0], waits)
         if self._heartbeat.is_counting:
@@ -168,6 +164,15 @@ class StackSampler:
             self._take_sample(state)
             return PERIOD_S / 2
         return BUILD_PERIOD_S if building else PERIOD_S
+
+    def _line_now(self, slots: memoryview, phase: Phase) -> tuple[tuple[Frame, ...], str]:
+        """Return the lines of the user's code in the training thread, and what it waits for.
+
+        A frame that is referred to keeps all that its function holds: none outlives this call.
+        """
+        frame = sys._current_frames().get(slots[Slot.MAIN_IDENT])
+        at, near = user_frames(frame), islice(_outwards(frame), MAX_FRAMES)
+        return at, self._wait_names.name(near, phase, device=bool(slots[Slot.DEVICE])) if at else ""
 
     def _runs_python(self, slots: memoryview) -> bool:
         """Return whether the working thread runs Python, which alone makes nodes; record its frames."""
