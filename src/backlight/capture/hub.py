@@ -174,8 +174,8 @@ class Listener:
     def schedule_end(self, schedule: Any) -> None:
         """``schedule.step()`` is over."""
 
-    def plateau_end(self, schedule: Any, metric: float) -> None:
-        """``step(metric)`` of a ReduceLROnPlateau is over."""
+    def plateau_end(self, schedule: Any, metric: Any) -> None:
+        """``step(metric)`` of a ReduceLROnPlateau is over, which has read it: a number or a tensor."""
 
     def seeded(self, seed: int) -> None:
         """``torch.manual_seed(seed)`` has returned."""

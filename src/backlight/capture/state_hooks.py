@@ -150,8 +150,7 @@ def install_schedules(hub: Hub, patches: Patches) -> None:
             result = original(self, metrics, *args, **kwargs)
             is_number = isinstance(metrics, (int, float, torch.Tensor))
             if hub.active and is_number and not torch.compiler.is_compiling():
-                metric = metrics.detach() if isinstance(metrics, torch.Tensor) else metrics
-                hub.emit("plateau_end", self, float(metric))
+                hub.emit("plateau_end", self, metrics)
             return result
 
         return step

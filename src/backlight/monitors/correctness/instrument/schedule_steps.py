@@ -176,8 +176,9 @@ class ScheduleSteps(Check):
             name = type(schedule).__name__
             self.report(PastEnd(self.step, name, count, taken, length, self.run.world_size))
 
-    def plateau_end(self, schedule: Any, metric: float) -> None:
+    def plateau_end(self, schedule: Any, metric: Any) -> None:
         """Compare the metrics with the first one, once they have cut the learning rate."""
+        metric = float(metric)
         rates = [group["lr"] for group in schedule.optimizer.param_groups]
         plateau = self._plateaus.setdefault(schedule, _Plateau(metric, rates))
         is_cut, plateau.rates = rates != plateau.rates, rates
