@@ -16,6 +16,17 @@ from backlight.devices import is_capturing_graph
 from backlight.user_code import SourceLine, user_line
 
 
+def compiler_has_run() -> bool:
+    """Return whether something was compiled in this process, which notices functions that are replaced."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
+
+
+def is_traced() -> bool:
+    """Return whether the code that runs is being compiled or traced."""
+    return torch.compiler.is_compiling() or bool(torch.jit.is_tracing())  # type: ignore[attr-defined,no-untyped-call]
+
+
 class LossCalls:
     """Reports the input of each cross-entropy and ``kl_div`` to the hub.
 
@@ -28,8 +39,7 @@ class LossCalls:
 
     def start(self) -> None:
         """Observe from here on, unless something is compiled in this process, which would notice."""
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if not self._is_on and (dynamo is None or not dynamo.counters["frames"]):
+        if not self._is_on and not compiler_has_run():
             self._is_on = self._patches.replace(torch._C._nn, "cross_entropy_loss", _wrapped)
             self._patches.replace(torch, "kl_div", _wrapped)
 
@@ -45,8 +55,7 @@ def _wrapped(original: Any) -> Any:
 
     @functools.wraps(original)
     def loss(input: Any, *args: Any, **kwargs: Any) -> Any:
-        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        is_plain = not (is_traced or is_transforming() or is_capturing_graph())
+        is_plain = not (is_traced() or is_transforming() or is_capturing_graph())
         if is_plain and isinstance(input, torch.Tensor) and input.requires_grad:
             HUB.emit("loss_given", name, input)
         return original(input, *args, **kwargs)
@@ -66,8 +75,7 @@ class CtcCalls:
 
     def start(self) -> None:
         """Observe from here on, at every step, unless something is compiled in this process."""
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if not self.is_on and (dynamo is None or not dynamo.counters["frames"]):
+        if not self.is_on and not compiler_has_run():
             self.is_on = self._patches.replace(torch, "ctc_loss", _wrapped_ctc)
 
     def stop(self) -> None:
@@ -81,8 +89,7 @@ def _wrapped_ctc(original: Any) -> Any:
     @functools.wraps(original)
     def ctc_loss(log_probs: Any, targets: Any, input_lengths: Any, target_lengths: Any, *rest: Any) -> Any:
         ignores_infinity = len(rest) > 2 and rest[2]
-        is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-        if not ignores_infinity and not is_traced and getattr(log_probs, "requires_grad", False):
+        if not ignores_infinity and not is_traced() and getattr(log_probs, "requires_grad", False):
             with contextlib.suppress(TypeError, ValueError, RuntimeError):  # the loss itself reports them
                 too_long = _too_long(targets, input_lengths, target_lengths)
                 if too_long is not None:
@@ -131,9 +138,8 @@ class ViewCalls:
 
     def start(self, wanted: set[Shapes]) -> None:
         """Observe from here on, unless something is compiled in this process, which would notice."""
-        dynamo = sys.modules.get("torch._dynamo.utils")
         self.is_on, self._wanted = True, wanted
-        if dynamo is None or not dynamo.counters["frames"]:
+        if not compiler_has_run():
             for name in ("view", "reshape", "flatten"):
                 if name not in vars(torch.Tensor):  # but in its base class, whose method this hides
                     self._wrappers[name] = self._wrapped(getattr(torch.Tensor, name))
@@ -173,8 +179,7 @@ class DropoutCalls:
 
     def start(self) -> bool:
         """Observe from here on; False where something is compiled in this process, which would notice."""
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        if dynamo is not None and dynamo.counters["frames"]:
+        if compiler_has_run():
             return False
         self._patches.replace(functional, "dropout", self._wrap_dropout)
         self._patches.replace(functional, "scaled_dot_product_attention", self._wrap_attention)

@@ -23,7 +23,11 @@ from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import local
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
-from backlight.monitors.correctness.instrument.module_modes import is_batch_norm
+from backlight.monitors.correctness.instrument.module_modes import (
+    initial_norms,
+    is_batch_norm,
+    statistics_of,
+)
 from backlight.monitors.correctness.instrument.samples import Snapshot, sampled, thinned
 from backlight.monitors.correctness.model.facts import Names
 from backlight.monitors.correctness.rules.module_modes import AverageStatistics, SpectralVector
@@ -40,6 +44,14 @@ LENGTH_ERROR = 0.02
 
 MAX_COPIES = 64
 """Copies that are followed."""
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The wrapper that a copy belongs to, or the copy itself, and the trained model that it is one of."""
+
+    owner: weakref.ref[nn.Module]
+    source: weakref.ref[nn.Module]
 
 
 @dataclass
@@ -71,12 +83,7 @@ class Averages(Check):
         self._hooks = CallHooks(_begin)
         self._changes = -1, -1
         self._updated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
-            weakref.WeakKeyDictionary()
-        )
-        self._sources: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._copies: weakref.WeakKeyDictionary[nn.Module, _Copy] = weakref.WeakKeyDictionary()
         self._calls: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._evaluated: weakref.WeakKeyDictionary[nn.Module, _Evaluated] = weakref.WeakKeyDictionary()
 
@@ -106,10 +113,9 @@ class Averages(Check):
         # The latest first: earlier ones may be about to go.
         for root in reversed((*HUB.seen.roots(), *HUB.seen.copied_roots())):
             for module in (root, *root.children()):
-                names = _names(module) if len(self._owners) < MAX_COPIES else frozenset()
+                names = _names(module) if len(self._copies) < MAX_COPIES else frozenset()
                 if names and names in trained and not any(id(p) in trained_ids for p in module.parameters()):
-                    self._owners[module] = weakref.ref(root)
-                    self._sources[module] = weakref.ref(trained[names])
+                    self._copies[module] = _Copy(weakref.ref(root), weakref.ref(trained[names]))
                     self._hooks.follow([module])
 
     def copy_begin(self, module: nn.Module) -> None:
@@ -125,15 +131,14 @@ class Averages(Check):
 
     def _owner(self, copy: nn.Module) -> nn.Module:
         """Return the wrapper that a copy belongs to, the copy itself where there is none."""
-        reference = self._owners.get(copy)
-        return (reference() if reference is not None else None) or copy
+        return (self._copies[copy].owner() if copy in self._copies else None) or copy
 
     def _observe(self, copy: nn.Module) -> None:
         parameters = [local(n.parameter) for n in named_parameters(copy)]
         if any(p.is_meta or p.layout is not torch.strided for p in parameters):
             return
         weights = self.snapshot([sampled(p, VALUES) for p in thinned(parameters, MODULES)])
-        source = self._sources[copy]() if copy in self._sources else None
+        source = self._copies[copy].source() if copy in self._copies else None
         sources = {} if source is None else _norms(source)
         evaluated = self._evaluated.get(copy)
         if evaluated is None:
@@ -141,18 +146,19 @@ class Averages(Check):
         evaluated.last_step, evaluated.last_weights = self.step, weights
         norms = {n: m for n, m in _norms(copy).items() if not m.training and n in sources}
         names = list(norms)[:MODULES]
-        values = _statistics([norms[name] for name in names])
+        values = statistics_of([norms[name] for name in names])
         statistics = self.snapshot(values) if values else None
         # Statistics that the trained model does not collect either are no loss.
-        of_source = self.snapshot(_statistics([sources[name] for name in names])) if values else None
+        of_source = self.snapshot(statistics_of([sources[name] for name in names])) if values else None
         is_average, kind, step = copy in self._updated, kind_of(self._owner(copy)), self.step
 
         def report() -> None:
             evaluated.is_changed = evaluated.is_changed or not _are_equal(evaluated.first_weights, weights)
             if statistics is None or of_source is None or not (is_average or evaluated.is_changed):
                 return
-            if initial := _initial(names, statistics) - _initial(names, of_source):
-                self.report(AverageStatistics(step, kind, Names.of(sorted(initial, key=names.index))))
+            also = initial_norms(names, of_source)
+            if initial := [name for name in initial_norms(names, statistics) if name not in also]:
+                self.report(AverageStatistics(step, kind, Names.of(initial)))
 
         self.when_known(report)
         self._observe_vectors(copy, kind)
@@ -188,16 +194,6 @@ class Averages(Check):
 def _norms(model: nn.Module) -> dict[str, Any]:
     """Return the batch norms of a model, by their names without the prefix of a wrapper."""
     return {name.removeprefix("module."): module for name, module in walk(model) if is_batch_norm(module)}
-
-
-def _statistics(norms: Sequence[Any]) -> list[Tensor]:
-    return [s.detach().reshape(-1) for m in norms for s in (m.running_mean, m.running_var)]
-
-
-def _initial(names: Sequence[str], values: Snapshot) -> set[str]:
-    """Return the norms whose mean is 0 and whose variance is 1."""
-    pairs = zip(names, values.arrays[::2], values.arrays[1::2], strict=True)
-    return {name for name, mean, variance in pairs if not mean.any() and (variance == 1).all()}
 
 
 def _names(model: nn.Module) -> frozenset[str]:

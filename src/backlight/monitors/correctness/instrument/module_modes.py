@@ -25,6 +25,7 @@ from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import local
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.instrument.samples import Snapshot
 from backlight.monitors.correctness.model.facts import NAMED, Names
 from backlight.monitors.correctness.rules import module_modes as facts
 from backlight.monitors.correctness.rules.gradient_use import LeftByEvaluation
@@ -162,6 +163,18 @@ def is_batch_norm(module: nn.Module) -> TypeGuard[_NormBase]:
     return isinstance(module, _NormBase) and module.running_mean is not None
 
 
+def statistics_of(norms: Sequence[_NormBase]) -> list[Tensor]:
+    """Return the running means and variances of batch norms, by turns."""
+    both = [s for norm in norms for s in (norm.running_mean, norm.running_var)]
+    return [s.detach().reshape(-1) for s in both if s is not None]
+
+
+def initial_norms(names: Sequence[str], statistics: Snapshot) -> list[str]:
+    """Return the names of the batch norms whose mean is 0 and whose variance is 1."""
+    pairs = zip(names, statistics.arrays[::2], statistics.arrays[1::2], strict=True)
+    return [name for name, mean, variance in pairs if not mean.any() and (variance == 1).all()]
+
+
 def _active(modules: Sequence[tuple[str, nn.Module]]) -> facts.Active:
     """Return what modules of dropout and batch norm there are."""
     kinds = dict(Counter(kind_of(module) for _, module in modules))
@@ -280,14 +293,11 @@ class EvaluationModes(Check):
         ][:NORMS]
         if not norms:
             return
-        statistics = [s for _, module in norms for s in (module.running_mean, module.running_var)]
-        values = self.snapshot([s.reshape(-1) for s in statistics if s is not None])
+        values = self.snapshot(statistics_of([module for _, module in norms]))
         names, step, kind = [name for name, _ in norms], self.step, kind_of(model)
 
         def report() -> None:
-            pairs = zip(names, values.arrays[::2], values.arrays[1::2], strict=True)
-            initial = [name for name, mean, variance in pairs if not mean.any() and (variance == 1).all()]
-            if initial:
+            if initial := initial_norms(names, values):
                 self.report(facts.InitialStatistics(step, kind, Names.of(initial)))
 
         self.when_known(report)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.capture.batches import tensors_in
+from backlight.capture.functional_calls import compiler_has_run, is_traced
 from backlight.capture.hooks import Patches, is_transforming
 from backlight.capture.loss_graph import CLASS_LOSSES, Node, first_input, kinds, shape_of, terms
 from backlight.capture.modules import named_parameters
@@ -63,9 +64,7 @@ class SequenceLayers(Check):
 
     def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Observe the recurrent layers of this forward, unless something is compiled in this process."""
-        dynamo = sys.modules.get("torch._dynamo.utils")
-        is_compiled = dynamo is not None and dynamo.counters["frames"]
-        if self._left and not self._is_on and torch.is_grad_enabled() and not is_compiled:
+        if self._left and not self._is_on and torch.is_grad_enabled() and not compiler_has_run():
             self._is_on = True
             for layer in LAYERS:
                 self._patches.replace(layer, "forward", self._wrapped)
@@ -74,8 +73,7 @@ class SequenceLayers(Check):
         @functools.wraps(original)
         def forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
             result = original(layer, *args, **kwargs)
-            is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined,no-untyped-call]
-            is_plain = not (is_traced or is_transforming() or is_capturing_graph())
+            is_plain = not (is_traced() or is_transforming() or is_capturing_graph())
             if self._is_on and is_plain and torch.is_grad_enabled():
                 names = ("query",) if isinstance(layer, nn.MultiheadAttention) else ("input", "hx")
                 named = dict(zip(names, args, strict=False)) | kwargs
