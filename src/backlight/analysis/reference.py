@@ -94,7 +94,7 @@ def compare_with(good: Sequence[Run], run: Run) -> Reference:
         if each.last_step() < 0:
             raise ValueError(f"{each.location}: took no step, so that nothing of it can be compared")
     parts: Sequence[Callable[[Sequence[Run], Run], Iterator[ReferenceFact]]] = (
-        _gradients, _loop, _inputs, _rates, _losses, _norms, _findings,
+        _gradients, _loop, _rates, _losses, _norms, _findings,
     )  # fmt: skip
     facts = tuple(fact for part in parts for fact in part(good, run))
     if not any(fact.holds is not None for fact in facts):
@@ -190,6 +190,7 @@ def _loop(good: Sequence[Run], run: Run) -> Iterator[ReferenceFact]:
         _kinds(set(here.outputs)),
         set(here.outputs) in outputs,
     )
+    yield from _inputs(habits, here)
 
 
 def _mode(habits: Habits, kind: str) -> str:
@@ -208,10 +209,7 @@ def _kinds(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "none known"
 
 
-def _inputs(good: Sequence[Run], run: Run) -> Iterator[ReferenceFact]:
-    habits, here = [h for each in good if (h := _habits(each)) is not None], _habits(run)
-    if not habits or here is None:
-        return
+def _inputs(habits: Sequence[Habits], here: Habits) -> Iterator[ReferenceFact]:
     for place, tensor in enumerate(here.inputs):
         others = [each.inputs[place] for each in habits if len(each.inputs) > place]
         if not others:

@@ -56,6 +56,12 @@ def live_objects(*kinds: type[Object]) -> list[Object]:
     return [thing for thing in objects if id(type(thing)) in wanted] if wanted else []
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module's forward is compiled, in place or as a wrapper."""
+    is_wrapper = type(module).__name__ == "OptimizedModule"
+    return is_wrapper or getattr(module, "__dict__", {}).get("_compiled_call_impl") is not None
+
+
 def table_of(module: nn.Module, name: str) -> dict[str, Any]:
     """Return ``_modules``, ``_parameters`` or ``_buffers`` of a module; one half built may lack them."""
     return getattr(module, "__dict__", {}).get(name) or {}

@@ -1,7 +1,7 @@
 """Numbers of one output of a layer, and of the gradient that arrives there, on the device of the tensor.
 
 Nothing here reads a value or waits for a device: every result is a tensor. Sums are accumulated in the widest
-type of the device, over rows that are short enough for fp32. ``docs/formulas.md``, section 9.
+type of the device, over rows that are short enough for fp32. docs/formulas.md, section 7.
 """
 
 from __future__ import annotations

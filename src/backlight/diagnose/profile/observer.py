@@ -19,6 +19,7 @@ import torch
 from backlight import devices
 from backlight.capture.fingerprint import take_fingerprint
 from backlight.capture.hub import HUB, Listener
+from backlight.capture.modules import is_compiled
 from backlight.capture.step_summary import StepSummary
 from backlight.devices import is_capturing_graph, timing_event
 from backlight.diagnose.profile.line_samples import LineSampler
@@ -28,7 +29,6 @@ from backlight.diagnose.profile.ranges import (
     ModuleRanges,
     PhaseRanges,
     has_compiled,
-    is_compiled,
     lines_possible,
 )
 from backlight.diagnose.profile.step_summary import StepTime

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader, dataloader
 
 from backlight import devices
-from backlight.capture.modules import live_objects
-from backlight.diagnose.profile.ranges import has_compiled, is_compiled
+from backlight.capture.modules import is_compiled, live_objects
+from backlight.diagnose.profile.ranges import has_compiled
 from backlight.distributed import world
 from backlight.processes import available_cores
 from backlight.records import Phase

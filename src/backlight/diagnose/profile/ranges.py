@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from backlight import devices
 from backlight.capture.hub import Listener
-from backlight.capture.modules import Prefixes, inner
+from backlight.capture.modules import Prefixes, inner, is_compiled
 from backlight.records import Phase
 from backlight.trace.copies import LINE
 from backlight.trace.module_times import MODULE, PHASE
@@ -118,13 +118,6 @@ def _reachable(wrapper: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Mod
     if not is_compiled(module):
         for key, child in module.named_children():
             yield from _reachable(child, f"{name}.{key}" if name else key)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a module's forward is compiled, in place or as a wrapper."""
-    return (
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-    )
 
 
 def has_compiled() -> bool:

@@ -19,7 +19,7 @@ from backlight.monitors.spectra.model.echo_records import (
 )
 from backlight.monitors.spectra.model.kept import kept_of, kept_table
 from backlight.store.read.run import Run
-from backlight.store.spectra import Layer, Measurement
+from backlight.store.spectra import Layer, Measurement, tables
 from backlight.text import listed
 
 SHOWN = 20
@@ -66,7 +66,7 @@ def answer(outcome: SpectraResult, run: Run) -> Answer:
 def _tables(run: Run, last: Sequence[LayerHistory]) -> Iterator[Table]:
     if last:
         yield layer_table(last, SHOWN)
-    if rows := kept_of(run, last):
+    if rows := kept_of(last, (tables(run, history.name) for history in last)):
         yield kept_table(rows, SHOWN)
 
 

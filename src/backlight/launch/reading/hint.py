@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from backlight.user_code import SourceLine
 
 if TYPE_CHECKING:
     from backlight.launch.reading.syntax import Namespace, SourceFile
@@ -40,8 +41,7 @@ class Hint:
     @property
     def place(self) -> str:
         """``FILE:LINE``, relative to the working directory where the file is below it."""
-        near = os.path.relpath(self.path)
-        return f"{self.path if near.startswith('..') else near}:{self.line}"
+        return str(SourceLine(self.path, self.line))
 
     def as_event(self) -> dict[str, Any]:
         """Return what the run stores of the hint: the line that findings of its rules are given."""

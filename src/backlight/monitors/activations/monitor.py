@@ -64,7 +64,7 @@ class _Pending:
 
 
 class ActivationsMonitor(Monitor):
-    """Measures the first forward and backward pass of a step that is due; docs/formulas.md, section 7."""
+    """Measures a forward and backward of each model in steps that are due; docs/formulas.md, section 7."""
 
     name = "activations"
     records = "activations"

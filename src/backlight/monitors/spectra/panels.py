@@ -55,6 +55,15 @@ def _read(source: Source) -> tuple[LayerHistory, ...]:
     return by_signal(layer_histories(source.run))
 
 
+def layer_tables(source: Source) -> list[tuple[SpectraTable, ...]]:
+    """Return the tables by step of the layers that can be chosen, in that order; read once."""
+    return source.once(_read_tables)
+
+
+def _read_tables(source: Source) -> list[tuple[SpectraTable, ...]]:
+    return [tables_of(source.run, history.name) for history in spectra_of(source)[:LAYERS]]
+
+
 def steps_of(histories: Sequence[LayerHistory]) -> NDArray[np.int64]:
     """Return the steps at which any layer was measured."""
     return np.unique(np.concatenate([history.steps for history in histories]))
@@ -99,8 +108,8 @@ def explorer(source: Source) -> tuple[dict[str, Any], list[str]]:
         )
     width = max(min(layer.directions, DIRECTIONS) for layer in layers)
     each = max(2, NUMBERS // (len(layers) * width * (len(FIELDS) + len(VALUES))))
-    tables = [(layer, tables_of(source.run, layer.parameter)) for layer in layers]
-    packed = [_layer(layer, of, each) for layer, of in tables if of]
+    tables = [(layer, of) for layer, of in zip(layers, layer_tables(source), strict=False) if of]
+    packed = [_layer(layer, of, each) for layer, of in tables]
     if any(table["of"] > len(table["steps"]) for table in packed):
         most = max(table["of"] for table in packed)
         remarks.append(f"Of up to {most:,} measured steps {each:,} are shown, evenly spread.")
@@ -355,7 +364,7 @@ def spectra_layers(source: Source) -> Drawn | NotMeasured:
 )
 def spectra_kept(source: Source) -> Drawn | NotMeasured:
     """List what is kept of the gradient of each layer."""
-    rows = kept_of(source.run, spectra_of(source)[:LAYERS])
+    rows = kept_of(spectra_of(source)[:LAYERS], layer_tables(source))
     if not rows:
         return NotMeasured(source.reason("spectra", otherwise="No layer shows signal in its replicates."))
     return tabular(kept_table(rows, LAYERS))

@@ -10,7 +10,7 @@ from backlight.measure.spectra.shrinkage import predict, threshold
 from backlight.monitors.spectra.model.echo_records import layer_histories, record_layer
 from backlight.monitors.spectra.model.kept import Kept, kept_of, kept_table
 from backlight.store.read.run import open_run
-from backlight.store.spectra import Layer
+from backlight.store.spectra import Layer, tables
 from backlight.store.write.writer import RunWriter
 from spectra_runs import record
 
@@ -32,7 +32,7 @@ def measured(path: Path, replicates: torch.Tensor) -> tuple[Kept, ...]:
         result = spectral_echo(replicates, layer=layer.parameter, method="svd", null_draws=2)
         record(writer, 0, layer.parameter, result, batch=8)
     run = open_run(path)
-    return kept_of(run, layer_histories(run))
+    return kept_of(layer_histories(run), [tables(run, layer.parameter)])
 
 
 def squared_cosine(steps: torch.Tensor, G: torch.Tensor) -> float:

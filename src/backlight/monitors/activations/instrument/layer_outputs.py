@@ -24,7 +24,7 @@ from backlight.capture.call_hooks import CallHooks
 from backlight.capture.checkpoint_regions import CheckpointedRegion
 from backlight.capture.hooks import is_transforming
 from backlight.capture.hub import HUB, Listener
-from backlight.capture.modules import inner, kind_of, table_of
+from backlight.capture.modules import inner, is_compiled, kind_of, table_of
 from backlight.capture.training_threads import outside_modes
 from backlight.devices import is_capturing_graph
 from backlight.interrupts import is_interrupt
@@ -118,7 +118,7 @@ def layers_of(root: nn.Module, prefix: str) -> list[FollowedLayer]:
         if id(module) in visited:
             continue
         visited.add(id(module))
-        if _is_compiled(module):
+        if is_compiled(module) or isinstance(module, torch.jit.ScriptModule):
             layers.append(FollowedLayer(name or kind_of(module), module, is_compiled=True))
             continue
         if (wrapped := inner(module)) is not None:
@@ -133,12 +133,6 @@ def layers_of(root: nn.Module, prefix: str) -> list[FollowedLayer]:
             (f"{name}.{key}" if name else key, child, is_container) for key, child in reversed(children)
         ]
     return layers
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    is_wrapper = type(module).__name__ == "OptimizedModule"
-    is_itself = getattr(module, "__dict__", {}).get("_compiled_call_impl") is not None
-    return is_wrapper or is_itself or isinstance(module, torch.jit.ScriptModule)
 
 
 class OutputCalls(Listener):

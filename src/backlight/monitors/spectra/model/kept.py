@@ -10,7 +10,7 @@ docs/formulas.md, section 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from backlight.answer import Column, Table, word
 from backlight.monitors.spectra.model.echo_records import LayerHistory, between, digits
-from backlight.store.read.run import Run
-from backlight.store.spectra import SpectraTable, table
+from backlight.store.spectra import SpectraTable
 
 Floats = NDArray[np.float64]
 
@@ -85,17 +84,14 @@ def _squared_cosines(weights: Floats, sizes: Floats, signal: float) -> Floats:
     return np.minimum(cosines, 1.0)
 
 
-def kept_of(run: Run, histories: Sequence[LayerHistory]) -> tuple[Kept, ...]:
-    """Return what is kept of each layer at its last step; those without signal are left out."""
-    rows = []
-    for history in histories:
-        try:
-            row = kept(table(run, history.last.step, history.name))
-        except KeyError:  # its arrays were lost
-            continue
-        if row is not None:
-            rows.append(row)
-    return tuple(rows)
+def kept_of(histories: Sequence[LayerHistory], tables: Iterable[Sequence[SpectraTable]]) -> tuple[Kept, ...]:
+    """Return what is kept of layers at their last steps, from the tables of each.
+
+    A layer without signal, or whose last arrays were lost, is left out.
+    """
+    pairs = zip(histories, tables, strict=True)
+    last = [of[-1] for history, of in pairs if of and of[-1].measurement.step == history.last.step]
+    return tuple(row for table in last if (row := kept(table)) is not None)
 
 
 def kept_table(rows: Sequence[Kept], brief: int) -> Table:

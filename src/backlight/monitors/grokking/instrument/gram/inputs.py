@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from backlight.capture.batches import map_leaves, map_tensors
-from backlight.capture.modules import walk
+from backlight.capture.modules import is_compiled, walk
 from backlight.measure.gram.factors import Factors
 from backlight.monitors.grokking.instrument.gram.checks import GramError
 from backlight.monitors.grokking.instrument.gram.result import Location, block_of
@@ -102,10 +102,7 @@ def refuse_mixing(model: nn.Module) -> None:
 @contextlib.contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
     """Run compiled parts of the model eagerly, where hooks are called."""
-    compiled = any(
-        hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
+    compiled = any(map(is_compiled, model.modules()))
     if not compiled:
         yield
         return
