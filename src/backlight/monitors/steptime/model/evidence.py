@@ -153,15 +153,6 @@ def samples_evidence(run: Run, share: float) -> Evidence:
     return Evidence(f"events/{SAMPLED_LINES}", step, share, "of the samples")
 
 
-def device_idle(run: Run) -> float | None:
-    """Return the share of the time in which the device is idle, by its own counter; None if not known."""
-    name = f"{DEVICE_PREFIX}utilization"
-    if name not in run.scalar_names("backlight"):
-        return None
-    values = run.scalar(name, attempt=run.attempts[-1].index).values
-    return max(0.0, 1.0 - float(np.median(values))) if len(values) else None
-
-
 def info_evidence(info: Event, value: float | str, unit: str = "1") -> Evidence:
     """Cite the runtime info."""
     return Evidence(f"events/{RUNTIME_INFO}", info.step, value, unit)

@@ -44,6 +44,12 @@ def machine_scalar(run: Run, name: str) -> Scalar | None:
     return scalar if len(scalar.steps) else None
 
 
+def device_idle(run: Run) -> float | None:
+    """Return the share of the time in which the device is idle, by its own counter; None if not known."""
+    utilization = machine_scalar(run, f"{DEVICE_PREFIX}utilization")
+    return None if utilization is None else max(0.0, 1.0 - float(np.median(utilization.values)))
+
+
 def memory_growth(run: Run) -> MemoryGrowth | None:
     """Return the growth of the process's memory after the warm-up, None where it does not grow throughout.
 

@@ -17,7 +17,6 @@ from backlight.monitors.steptime.model.bottleneck_limits import (
 )
 from backlight.monitors.steptime.model.evidence import (
     StoredProfile,
-    device_idle,
     info_evidence,
     is_busy,
     percent,
@@ -28,6 +27,7 @@ from backlight.monitors.steptime.model.evidence import (
     scalar_evidence,
     steady_phases,
 )
+from backlight.monitors.steptime.model.machine import device_idle
 from backlight.monitors.steptime.model.step_line import (
     LEAST_SAMPLES,
     main_line,
