@@ -47,7 +47,7 @@ def test_label_and_coverage_are_shown_everywhere(
     closing = capsys.readouterr().err
     recorded = len(run.series_steps("gradient"))
     assert 1 < recorded < STEPS
-    said = f"gradients at {recorded} of {STEPS} steps, {label} at all"
+    said = f"gradients at {recorded} of {STEPS} steps, {label} at every step"
     assert coverage_text(run) == said
     console = Console(file=io.StringIO(), width=100)
     console.print(frame("run", Stand(Standing.FINISHED, ""), Source(run), 100))
@@ -59,7 +59,7 @@ def test_label_and_coverage_are_shown_everywhere(
     assert answer(comparison).verdict.startswith(f"Final {label}: ")
     assert any(line.startswith("A ") and line.endswith(f"; {said}") for line in answer(comparison).facts)
     assert said in run_html(run, ())
-    sentence = f"were measured at {recorded} of {STEPS} steps, the {label} at all."
+    sentence = f"were measured at {recorded} of {STEPS} steps, the {label} at every step."
     for text in (summary_text(run.path, ()), render_markdown(run, ())):
         assert sentence in " ".join(text.split())
 

@@ -51,7 +51,7 @@ def test_sentence_on_what_was_measured_is_literally_true(tmp_path: Path) -> None
     detail = outcome(Source(build_health_run(tmp_path / "late", rms))).detail
     assert detail.startswith("Gradients of all 2 parameters were measured at 20 to 40 of 40 steps.")
     detail = outcome(Source(build_health_run(tmp_path / "gan", {"a": rms["a"]}, scalars=alternating))).detail
-    assert detail.startswith("Gradients of all 1 parameters were measured at all 40 optimizer steps.")
+    assert detail.startswith("Gradients of the one parameter were measured at all 40 optimizer steps.")
 
 
 def test_no_findings_lists_what_was_not_checked(tmp_path: Path) -> None:

@@ -159,16 +159,17 @@ def hints_line(source: Source) -> str:
 
 
 def coverage_text(run: Run) -> str:
-    """Return ``gradients at 66 of 120 steps, loss at all``; the loss is called what it is the sum of."""
+    """Return ``gradients at 66 of 120 steps, loss at every step``; the loss has the name of what it sums."""
     coverage, losses = run.coverage(), [*losses_of(run)]
     label = "losses" if len(losses) > 1 else losses[0] if losses else ""
     whole = count(coverage.taken, "step")
     if coverage.with_gradients == coverage.with_loss == coverage.taken:
         return f"gradients and {label} at all {whole}"
     at = "all" if coverage.with_gradients == coverage.taken else f"{coverage.with_gradients:,} of"
-    loss = "all" if coverage.with_loss == coverage.taken else f"{coverage.with_loss:,}"
     if not coverage.with_gradients:
-        return f"{label} at {loss}{' of' if loss != 'all' else ''} {whole}" if label else ""
+        loss = "all" if coverage.with_loss == coverage.taken else f"{coverage.with_loss:,} of"
+        return f"{label} at {loss} {whole}" if label else ""
+    loss = "every step" if coverage.with_loss == coverage.taken else f"{coverage.with_loss:,}"
     return f"gradients at {at} {whole}" + (f", {label} at {loss}" if label else "")
 
 

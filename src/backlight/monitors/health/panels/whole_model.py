@@ -26,7 +26,8 @@ def summary(source: Source) -> MonitorSummary:
             source.reason("gradient", otherwise="No gradient was recorded."), _figures, False
         )
     of = f"all {amount:,}" if seen == amount else f"{seen:,} of {amount:,}"
-    return MonitorSummary(f"Gradients of {of} parameters {_coverage(source, steps)}.", _figures)
+    which = "the one parameter" if seen == amount == 1 else f"{of} parameters"
+    return MonitorSummary(f"Gradients of {which} {_coverage(source, steps)}.", _figures)
 
 
 def _coverage(source: Source, steps: int) -> str:
@@ -42,7 +43,7 @@ def _coverage(source: Source, steps: int) -> str:
         return f"and {word} were measured at all {whole}"
     at = f"{steps:,}" if fewest == steps else f"{fewest:,} to {steps:,}"
     of = f"all {whole}" if fewest == steps == taken else f"{at} of {whole}"
-    loss = "" if not losses else f", {word} at {'all' if losses == taken else f'{losses:,}'}"
+    loss = "" if not losses else f", {word} at {'every step' if losses == taken else f'{losses:,}'}"
     return f"were measured at {of}{loss}"
 
 
