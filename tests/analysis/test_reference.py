@@ -91,7 +91,7 @@ def test_answer_names_what_does_not_hold(good: list[Run], tmp_path: Path) -> Non
     changed = answer(compare_with(good, train(tmp_path / "run", 3, change="no schedule")))
     assert isinstance(changed, Answer)
     assert "hold here" in changed.verdict
-    assert "learning rate of Adam over 40 steps: changes before, constant here" in changed.facts
+    assert "learning rate of Adam over 40 steps: here constant; there changes" in changed.facts
     repeat = answer(compare_with(good[:1], good[1]))
     tested = [fact for fact in repeat.data.compared if fact.holds and not fact.setting]
     assert repeat.verdict == f"All {len(tested)} facts that held in {good[0].location} hold here."
@@ -112,7 +112,7 @@ def test_command(good: list[Run], tmp_path: Path, command: Callable[..., tuple[i
     references = [word for run in good for word in ("--against", run.path)]
     code, out, _ = command("compare", changed.path, *references, "--json")
     assert code == 1
-    assert "mode of dropout: training before, evaluation here" in json.loads(out)["facts"]
+    assert "mode of dropout: here evaluation; there training" in json.loads(out)["facts"]
     assert command("compare", good[1].path, "--against", good[0].path)[0] == 0
     code, _, errors = command("compare", changed.path, good[1].path, *references)
     assert code == 2

@@ -143,7 +143,7 @@ def _gradients(good: Sequence[Run], run: Run) -> Iterator[ReferenceFact]:
     never_held = set(shared).intersection(*untrained[:-1])
     dropped = [name for name in shared if name in untrained[-1] and name not in set().union(*untrained[:-1])]
     taken = [name for name in shared if name in never_held and name not in untrained[-1]]
-    shown = _names(dropped, "left out: ") if dropped else _names(taken, "now also ")
+    shown = _names(dropped, "without ") if dropped else _names(taken, "now also ")
     yield ReferenceFact(
         "parameters that an optimizer holds", count(len(shared) - len(never_held), "parameter"), shown,
         not dropped and not taken,
@@ -332,7 +332,7 @@ def _norms(good: Sequence[Run], run: Run) -> Iterator[ReferenceFact]:
         if len(usual) < 2:
             continue
         far = [name for name, values in usual.items() if not _is_near(current[name], values, FAR_GRADIENT)]
-        shown = [f"{name} {number(current[name])} for {_range(usual[name])}" for name in far]
+        shown = [f"{name} {number(current[name])} ({_range(usual[name])} there)" for name in far]
         yield ReferenceFact(
             f"{label} of each parameter, relative to their median", count(len(usual), "parameter"),
             listed(shown, NAMED) if far else "the same", not far,
@@ -380,7 +380,7 @@ def _findings(good: Sequence[Run], run: Run) -> Iterator[ReferenceFact]:
     new = [f for f in findings if f.severity is not Severity.INFO and f.rule not in usual]
     yield ReferenceFact(
         "findings",
-        "others, or none",
+        "none of these rules",
         listed([f.title for f in new], NAMED) if new else "none that is new",
         not new,
     )
@@ -400,7 +400,7 @@ def answer(reference: Reference) -> Answer:
             verdict = verdict.replace(" do not ", " does not ")
     else:
         verdict = f"All {count(len(tested), 'fact')} that held in {runs} hold here."
-    facts = [f"{fact.name}: {fact.good} before, {fact.here} here" for fact in contradicted]
+    facts = [f"{fact.name}: here {fact.here}; there {fact.good}" for fact in contradicted]
     settings = [f"{f.name} {f.good} / {f.here}" for f in reference.compared if f.setting and f.holds is False]
     facts += [f"chosen otherwise: {listed(settings, NAMED)}"] if settings else []
     columns = (
