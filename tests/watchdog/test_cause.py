@@ -19,7 +19,7 @@ from backlight.watchdog.shared_state import Collective, StateSnapshot
 from backlight.watchdog.stacks import REGION_LINE, Frame, StackSample, ThreadStack, native_operation
 from backlight.watchdog.text import Diagnosis, describe
 from backlight.watchdog.timeouts import StallLimits, is_suspicious, timeout_of, waiting_timeout_of
-from backlight.watchdog.waits import WaitCause, WaitName
+from backlight.watchdog.waits import WaitCause, WaitName, WorkerStack
 from recorded_observations import ENGINE, LIMITS, MAIN, TOP, USER, S, native, observation, samples, snapshot
 
 
@@ -354,13 +354,14 @@ def test_wait_between_regular_steps_has_the_timeout_of_backward(phase: Phase) ->
 
 def test_worker_of_a_loader_is_named_with_its_line() -> None:
     at = Frame("/home/me/images.py", 8, "Images.__getitem__")
-    workers = Workers(2, waits=(WaitReason.SLEEP,), lines=((4711, at),))
+    workers = Workers(2, waits=(WaitReason.SLEEP,), stacks=(WorkerStack(4711, at, wait=WaitReason.SLEEP),))
     state = in_phase(Phase.DATA, backwards=100)
     found = diagnose(observation(state, workers=workers, samples=samples(TOP), **IDLE), LIMITS)
     assert found.kind is DiagnosisKind.PHASE
-    assert "worker 4711 at images.py:8 in Images.__getitem__" in found.claim
+    worker = "worker 4711 of the data loader, which sleeps at images.py:8 in Images.__getitem__"
+    assert f"waiting for 500 s for {worker}" in found.claim
     assert found.next_check == "read the code of the worker at images.py:8 in Images.__getitem__"
-    none = dataclasses.replace(workers, lines=())  # the control: it waits for work
+    none = dataclasses.replace(workers, stacks=())  # the control: it waits for work
     found = diagnose(observation(state, workers=none, samples=samples(TOP), **IDLE), LIMITS)
     assert "worker 4711" not in found.claim
 

@@ -195,8 +195,9 @@ def test_lock_that_a_worker_has_inherited(kind: str, tmp_path: Path) -> None:
             wait_until(lambda: bool(open_run(out).stored_findings()), "it is reported")
             (stall,) = open_run(out).stored_findings()
             assert stall.subject.verdict == "BLOCKED"
-            assert "in a lock that it inherited by fork" in f"{stall.title} {stall.detail}"
-            assert f"{script}:11" in f"{stall.title} {stall.detail}"
+            claim = "which waits for a lock at train.py:11 in Data.__getitem__"
+            assert claim in f"{stall.title} {stall.detail}"
+            assert "held when the worker was forked" in stall.fix
             assert "multiprocessing_context='spawn'" in stall.fix
         finally:
             for child in processes.children(process.pid):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,30 @@ LOADER = """
     next(loader)
 """
 
+LOCKED = """
+    import multiprocessing, os, pathlib, sys, time
+    from torch.utils.data import DataLoader, Dataset
+    path = pathlib.Path(sys.argv[1]) / "records.py"
+    exec(compile(path.read_text(), str(path), "exec"))
+    for batch in DataLoader(Data(), num_workers=2, timeout=600, multiprocessing_context="fork"):
+        print("batch", flush=True)
+"""
+
+RECORDS = """
+lock = multiprocessing.Lock()
+class Data(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, i):
+        if i == 3:
+            with lock:
+                {first}
+        elif i == 4:
+            time.sleep(0.5)
+            {other}
+        return i
+"""
+
 IMAGES = """
 class Data(Dataset):
     def __len__(self):
@@ -142,11 +167,45 @@ def test_worker_of_a_loader_that_was_killed(start: Start, loading: Path) -> None
         DiagnosisKind.PASS,
         True,
     )
-    assert f"which computes (`{loading}/images.py:" in found.claim  # and its line
+    assert "which computes at images.py:" in found.claim  # and its line
     os.kill(worker, signal.SIGKILL)
     found = diagnosed(process)
     assert found.kind is DiagnosisKind.BLOCKED
     assert f"worker {worker} of the data loader, which was killed by SIGKILL" in found.claim
+
+
+@pytest.mark.parametrize(
+    ("first", "other", "is_named"),
+    [
+        ("lock.acquire()", "pass", True),
+        (
+            "time.sleep(600)",
+            "lock.acquire()",
+            False,
+        ),  # the control: the worker that holds it may only be slow
+    ],
+)
+def test_worker_of_a_loader_in_a_lock_of_the_script(
+    first: str, other: str, is_named: bool, start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "records.py").write_text(RECORDS.format(first=first, other=other))
+    process = start(LOCKED, tmp_path)
+    for _ in range(3):
+        next_line(process)
+    wait_until_in(process, "dataloader.py")
+    time.sleep(1.0)
+    workers = [c.pid for c in processes.children(process.pid) if c.name == waits.LOADER_WORKER]
+    obs, cause = observe(process.pid, 0.8)
+    assert len(workers) == 2
+    assert (obs.cause is not None) is is_named
+    assert cause.kind is DiagnosisKind.BLOCKED
+    text = describe(cause)
+    assert "at records.py:9 in Data.__getitem__" in text.claim
+    assert obs.workers is not None
+    assert {worker.pid for worker in obs.workers.stacks} <= set(workers)
+    if is_named:
+        assert f"worker {workers[1]} of the data loader, which waits for a lock at records.py:9" in text.claim
+        assert "take it by `with`, once per sample" in text.next_check
 
 
 @pytest.mark.full
@@ -160,7 +219,9 @@ def test_worker_of_a_loader_that_idles_has_no_cause(start: Start, loading: Path)
     obs, cause = observe(process.pid, 0.8)
     assert (obs.cause, cause.kind) == (None, DiagnosisKind.BLOCKED)
     text = describe(cause)
-    assert f"worker {worker} at images.py:11 in Data.__getitem__" in text.claim  # where it is, all the same
+    assert (
+        f"for worker {worker} of the data loader, which sleeps at images.py:11 in Data." in text.claim
+    )  # where it is, all the same
     assert text.next_check == "find out what should end this wait at images.py:11 in Data.__getitem__"
 
 

@@ -40,6 +40,7 @@ from backlight.watchdog.shared_state import read_state
 from backlight.watchdog.stacks import Frame, StackSample, in_collective
 from backlight.watchdog.text import Diagnosis, describe
 from backlight.watchdog.timeouts import StallLimits
+from backlight.watchdog.waits import WorkerStack
 
 DURATION_S = 2.0
 """Time over which a process is observed."""
@@ -69,6 +70,7 @@ class Attached:
     threads: str  # a table
     samples: tuple[StackSample, ...]
     unseen: tuple[str, ...]  # what is not observable, and why
+    workers: tuple[WorkerStack, ...] = ()  # of a DataLoader, in the user's code
     spins: bool = False  # the main thread ran, and held the interpreter lock on one line in every sample
     idle: bool = False  # it used no core and queued for none
     moves: bool = False  # the stack of the main thread changed between samples, or it is watched and moves
@@ -142,6 +144,7 @@ def attach(pid: int, duration_s: float = DURATION_S, *, native: bool = True) -> 
         stacks.format_threads(pid),
         (*obs.samples[-1:], *obs.native_samples),
         obs.not_collected,
+        obs.workers.stacks if obs.workers is not None else (),
         spins=not is_watched and holds_one_stack(obs),
         idle=idle and (is_watched or is_alive),
         moves=cause.kind is DiagnosisKind.PASS if is_watched else changes_stack(obs),

@@ -27,7 +27,7 @@ from backlight.watchdog.stacks import (
     user_frame,
 )
 from backlight.watchdog.timeouts import StallLimits
-from backlight.watchdog.waits import WaitCause
+from backlight.watchdog.waits import WaitCause, WorkerStack
 
 MAX_MESSAGE_CHARS = 300
 """Characters of an exception's message that are kept."""
@@ -92,7 +92,7 @@ class Workers:
     dead: tuple[int, ...] = ()
     stopped: tuple[int, ...] = ()
     waits: tuple[WaitReason, ...] = ()
-    lines: tuple[tuple[int, Frame], ...] = ()  # of the user's code, by process, where they were read
+    stacks: tuple[WorkerStack, ...] = ()  # of those in the user's code, where they were read
 
 
 @dataclass(frozen=True)

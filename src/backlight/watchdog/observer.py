@@ -55,7 +55,7 @@ from backlight.watchdog.waits import (
     find_named_wait,
     name_wait,
     variables_of,
-    worker_lines,
+    worker_stacks,
 )
 
 T = TypeVar("T")
@@ -295,7 +295,7 @@ class RankObserver:
             observed["stopped"] = (
                 process is not None and process.is_stopped and self._stays_stopped(state.pid)
             )
-            observed["workers"] = _workers(state.pid, lines=bool(self._usages) and state.phase is Phase.DATA)
+            observed["workers"] = _workers(state.pid, stacks=bool(self._usages) and state.phase is Phase.DATA)
             if state.silence_s >= self._limits.floor and state.phase in {Phase.OTHER, Phase.DATA}:
                 observed["children_compute"] = children_compute(state.pid)
             if self._usages and tid:
@@ -398,10 +398,10 @@ def parse_groups(data: Any) -> dict[int, tuple[int, ...]]:
     return {int(key): tuple(map(int, ranks)) for key, ranks in data.items()}
 
 
-def _workers(pid: int, *, lines: bool = False) -> Workers | None:
+def _workers(pid: int, *, stacks: bool = False) -> Workers | None:
     """Return the state of the Python child processes of a process, None without any.
 
-    ``lines``: also the lines of the user's code that workers of a DataLoader are at.
+    ``stacks``: also those of workers of a DataLoader.
     """
     workers = [c for c in processes.children(pid) if "python" in c.name or c.name.startswith("pt_")]
     reasons = {reason for c in workers if (reason := processes.wait_reason(c.pid, c.pid))}
@@ -412,7 +412,7 @@ def _workers(pid: int, *, lines: bool = False) -> Workers | None:
         tuple(c.pid for c in workers if c.is_dead),
         tuple(c.pid for c in workers if c.is_stopped),
         tuple(sorted(reasons)),
-        worker_lines([c.pid for c in workers if c.name == LOADER_WORKER]) if lines else (),
+        worker_stacks([c.pid for c in workers if c.name == LOADER_WORKER]) if stacks else (),
     )
 
 
@@ -470,7 +470,7 @@ def observe_unwatched(
         wait=processes.wait_reason(pid, pid), not_collected=tuple(unseen),
     )  # fmt: skip
     if any(LOADER in frame.file for thread in main_stacks(obs)[-1:] for frame in thread.frames[:DEPTH]):
-        obs = replace(obs, workers=_workers(pid, lines=True))
+        obs = replace(obs, workers=_workers(pid, stacks=True))
     cause = _find_cause(obs) if samples else name_wait(pid, pid, None)
     return replace(obs, cause=cause)
 

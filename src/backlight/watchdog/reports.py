@@ -131,6 +131,9 @@ def format_evidence(obs: Observation) -> str:
             parts.append("threads, from /proc\n" + stacks.format_threads(state.pid))
     samples = [*obs.samples[-3:], *obs.native_samples]
     parts += [f"stack sample {n}, {stacks.format_sample(sample)}" for n, sample in enumerate(samples)]
+    for worker in obs.workers.stacks if obs.workers is not None else ():
+        lines = [f'  File "{f.file}", line {f.line} in {f.function}' for f in worker.frames]
+        parts.append("\n".join((f"worker {worker.pid} of the data loader (most recent call first)", *lines)))
     if obs.not_collected:
         parts.append("could not be collected\n" + "\n".join(f"  {reason}" for reason in obs.not_collected))
     return "\n".join(parts)

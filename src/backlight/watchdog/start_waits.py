@@ -29,6 +29,7 @@ NAMES = frozenset(
         WaitName.EXTENSION_LOCK,
         WaitName.FILE_LOCK,
         WaitName.INHERITED_LOCK,
+        WaitName.LOCKED_WORKER,
         WaitName.DEAD_WORKER,
         WaitName.KILLED_WORKER,
     }

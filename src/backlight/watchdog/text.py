@@ -24,6 +24,7 @@ from backlight.watchdog.diagnosis import MEDIUM, Cause, Decision, Failure, What
 from backlight.watchdog.graph_samples import NodeShare
 from backlight.watchdog.observation import Workers
 from backlight.watchdog.stacks import Frame, RecomputedRegion
+from backlight.watchdog.waits import WorkerStack
 from backlight.watchdog.words import (
     HEADS,
     NAME_THEIR_RANK,
@@ -187,8 +188,9 @@ def _values(cause: Cause) -> dict[str, object]:
     if what is What.WAITS:
         workers = cause.workers
         values["workers"] = f"; {_workers_text(workers)}" if workers is not None else ""
-        lines = workers.lines if workers is not None else ()
-        values["at_worker"] = _at(lines[0][1]) if lines else at
+        worker = workers.stacks[0] if workers is not None and workers.stacks else None
+        values["at_worker"] = _at(worker.frame) if worker is not None else at
+        values["waits"] = f"waits for {_worker_text(worker)}," if worker is not None else values["waits"]
     if cause.end is not None:
         has = "" if cause.end.signal else "has "
         values |= {"end": end_text(cause.end), "has_ended": f"{has}{was_text(cause.end)}"}
@@ -300,13 +302,16 @@ def _outside_backward(cause: Cause) -> dict[str, object]:
     parts = [f"{doing} for {cause.silence_s:.0f} s", *_cpu(cause)]
     if cause.frame is not None:
         parts.append(f"{'in every sample' if cause.same_line else 'now'}{_at(cause.frame)}")
-    if cause.wait:
+    worker = cause.workers.stacks[0] if cause.workers is not None and cause.workers.stacks else None
+    if worker is not None:
+        parts[0] = f"waiting for {cause.silence_s:.0f} s for {_worker_text(worker)}"
+    elif cause.wait:
         parts.append(f"it {_wait_text(cause.wait)}")
     if cause.workers is not None:
         parts.append(_workers_text(cause.workers))
     look = "time the data loader alone" if cause.phase is Phase.DATA else "read the code at that line"
-    if cause.workers is not None and cause.workers.lines:
-        look = f"read the code of the worker{_at(cause.workers.lines[0][1])}"
+    if worker is not None:
+        look = f"read the code of the worker{_at(worker.frame)}"
     return {"outside": "; ".join(parts), "look": look}
 
 
@@ -316,10 +321,15 @@ def _workers_text(workers: Workers) -> str:
         if pids:
             parts.append(f"{len(pids)} of them {word} ({join(pids)})")
     words = sorted("sleep" if r is WaitReason.SLEEP else f"wait for {r}" for r in workers.waits)
-    if words:
+    if words and not workers.stacks:
         parts.append(f"they {', '.join(words)}")
-    parts += [f"worker {pid}{_at(frame)}" for pid, frame in workers.lines]
+    parts += [f"worker {worker.pid}{_at(worker.frame)}" for worker in workers.stacks[1:]]
     return ", ".join(parts)
+
+
+def _worker_text(worker: WorkerStack) -> str:
+    doing = f" {_wait_text(worker.wait)}" if worker.wait else " is"
+    return f"worker {worker.pid} of the data loader, which{doing}{_at(worker.frame)}"
 
 
 def _error(cause: Cause) -> str:

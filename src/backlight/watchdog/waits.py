@@ -13,7 +13,7 @@ import os
 import signal
 import stat
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from backlight import clock, processes
@@ -40,8 +40,14 @@ MAX_DESCRIPTOR = 1 << 20
 
 _WORKER_LOOP = "torch/utils/data/_utils/worker.py"
 
-MAX_SAMPLED = 2
+MAX_SAMPLED = 4
 """Workers whose stacks are taken."""
+
+_QUEUE_FILES = ("multiprocessing/queues.py", "multiprocessing/resource_sharer.py")
+"""Files of the threads by which a worker hands its batches over."""
+
+_SHARED_LOCK = "_multiprocessing_SemLock"
+"""Part of the function in C that waits for a lock of the script which processes share."""
 
 COMPILE_WORKER = "compile_worker"
 """Part of the command of workers of torch's compiler."""
@@ -76,6 +82,7 @@ class WaitName(enum.StrEnum):
     DEAD_WORKER = "dead_worker"
     KILLED_WORKER = "killed_worker"
     INHERITED_LOCK = "inherited_lock"
+    LOCKED_WORKER = "locked_worker"
     WORKER_STORAGE = "worker_storage"
     BUSY_WORKER = "busy_worker"
     STORAGE = "storage"
@@ -145,6 +152,21 @@ TABLE = (
 
 INPUT = NamedWait(WaitName.INPUT, "", other=Other.WRITERS)
 """The wait that no frame shows: ``input`` is a function in C."""
+
+
+@dataclass(frozen=True)
+class WorkerStack:
+    """Where a worker of a DataLoader is: its innermost line of the user's code, and what it waits for."""
+
+    pid: int
+    frame: Frame
+    frames: tuple[Frame, ...] = field(default=(), compare=False)
+    wait: WaitReason = WaitReason.UNKNOWN
+
+    @property
+    def line(self) -> str:
+        """The line with its function."""
+        return f"{self.frame.location} in {self.frame.qualified_name}"
 
 
 @dataclass(frozen=True)
@@ -276,37 +298,42 @@ def _loader_wait(pid: int, oom_kills_before: int | None) -> WaitCause | None:
             return WaitCause(WaitName.WORKER_STORAGE, path=path, pids=(worker.pid,))
     busy = _computing([worker.pid for worker in workers])
     idle = [w for w in workers if w.pid not in busy]
-    locked = [w for w in idle if processes.wait_reason(w.pid, w.pid) is WaitReason.LOCK]
-    for worker in locked[:MAX_SAMPLED]:
-        cause = _inherited_lock(worker.pid, is_alone=not busy)
+    locked = [w.pid for w in idle if processes.wait_reason(w.pid, w.pid) is WaitReason.LOCK]
+    others = [w.pid for w in idle if w.pid not in locked]
+    # One that loads, or is not sampled, may hold a lock that they share.
+    is_alone = not busy and len(others) <= MAX_SAMPLED and not (locked and worker_stacks(others))
+    for worker_pid in locked[:MAX_SAMPLED]:
+        cause = _worker_lock(worker_pid, is_alone=is_alone)
         if cause is not None:
             return cause
     if busy:
         pids = tuple(sorted(busy))
-        line = next((str(frame) for _, frame in worker_lines(pids[:1])), "")
+        line = next((worker.line for worker in worker_stacks(pids[:1])), "")
         return WaitCause(WaitName.BUSY_WORKER, progresses=True, pids=pids, line=line)
     return None
 
 
-def worker_lines(pids: Iterable[int]) -> tuple[tuple[int, Frame], ...]:
-    """Return the innermost line of the user's code in each of some workers of a DataLoader, by py-spy.
+def worker_stacks(pids: Iterable[int]) -> tuple[WorkerStack, ...]:
+    """Return where some workers of a DataLoader are in the user's code, by py-spy.
 
-    A worker that waits for work is in none. One that was forked has the frames of the script below its own.
+    A worker that waits for work is left out.
     """
-    lines = []
+    found = []
     for pid in itertools.islice(pids, MAX_SAMPLED):
         sample, _ = dump_by_py_spy(pid)
-        frame = _worker_frame(sample.threads if sample else ())
-        if frame is not None:
-            lines.append((pid, frame))
-    return tuple(lines)
+        stack = _worker_stack(pid, sample.threads if sample else ())
+        if stack is not None:
+            found.append(stack)
+    return tuple(found)
 
 
-def _worker_frame(threads: Iterable[ThreadStack]) -> Frame | None:
+def _worker_stack(pid: int, threads: Iterable[ThreadStack]) -> WorkerStack | None:
+    """Return the frames above the loop of a worker: one that was forked has those of the script below it."""
     for thread in threads:
-        inside = list(itertools.takewhile(lambda f: not f.file.endswith(_WORKER_LOOP), thread.frames))
-        if len(inside) < len(thread.frames):
-            return next((frame for frame in inside if is_user_code(frame.file)), None)
+        inside = tuple(itertools.takewhile(lambda f: not f.file.endswith(_WORKER_LOOP), thread.frames))
+        frame = next((frame for frame in inside if is_user_code(frame.file)), None)
+        if frame is not None and len(inside) < len(thread.frames):
+            return WorkerStack(pid, frame, inside, processes.wait_reason(pid, pid))
     return None
 
 
@@ -315,23 +342,31 @@ def children_compute(pid: int) -> bool:
     return bool(_computing([child.pid for child in processes.children(pid) if not _is_observer(child.pid)]))
 
 
-def _inherited_lock(pid: int, *, is_alone: bool) -> WaitCause | None:
-    """Return the lock that a worker cannot get: of a library, or of threads that its fork has left behind.
+def _worker_lock(pid: int, *, is_alone: bool) -> WaitCause | None:
+    """Return the lock that a worker cannot get: of a library, of threads before its fork, or of the script.
 
-    ``is_alone``: no other worker computes, which could hold a lock that they share.
+    ``is_alone``: no other worker computes or loads, which could hold a lock that they share.
     """
     sample, _ = dump_by_py_spy(pid, native=True, timeout_s=NATIVE_TIMEOUT_S)
     threads = sample.threads if sample else ()
     texts = [f"{frame.file} {frame.function}" for thread in threads for frame in thread.native]
     texts += [f.file for thread in threads for f in thread.frames if is_third_party(f.file)]
-    line = str(_worker_frame(threads) or "")
+    stack = _worker_stack(pid, threads)
+    line = stack.line if stack is not None else ""
     for part, library in FORK_LIBRARIES.items():
         if any(part in text for text in texts):
             return WaitCause(WaitName.INHERITED_LOCK, pids=(pid,), library=library, line=line)
-    # Its one thread can be woken by another process only, and these do nothing.
-    if is_alone and len(processes.read_threads(pid)) == 1 and not _runs(pid, pid):
-        return WaitCause(WaitName.INHERITED_LOCK, pids=(pid,), line=line)
-    return None
+    # Its one thread that works can be woken by another process only, and these do nothing.
+    own = {thread.tid for thread in processes.read_threads(pid)}
+    own -= {
+        thread.tid for thread in threads if any(f.file.endswith(_QUEUE_FILES) for f in thread.frames[-6:])
+    }
+    if not is_alone or own != {pid} or _runs(pid, pid):
+        return None
+    is_taken = stack is not None and stack.frame == stack.frames[0]  # by the script, in this call or before
+    is_shared = any(_SHARED_LOCK in text for text in texts)
+    name = WaitName.LOCKED_WORKER if is_taken or (line and is_shared) else WaitName.INHERITED_LOCK
+    return WaitCause(name, pids=(pid,), line=line)
 
 
 def _has_failed(child: processes.Process) -> bool:

@@ -146,6 +146,11 @@ _WAITS = {
         _LOADER + "which is in a lock{library} that it inherited by fork{worker_line}",
         "start workers with multiprocessing_context='spawn', or {without} in them",
     ),
+    WaitName.LOCKED_WORKER: (
+        _LOADER + "which waits for a lock{worker_line}",
+        "find what took that lock and did not release it: take it by `with`, once per sample; one that was "
+        "held when the worker was forked stays so in it, unless multiprocessing_context='spawn' starts it",
+    ),
     WaitName.WORKER_STORAGE: (
         _LOADER + "whose own wait{on} the kernel does not interrupt (state D), as for storage that does not "
         "answer",
@@ -183,7 +188,7 @@ def describe_wait(wait: WaitCause) -> tuple[str, str]:
     values = {
         "path": wait.path or "its path is not known", "on": f" on {wait.path}" if wait.path else "",
         "pids": pids, "holder": holder, "library": f" of {library}" if library else "",
-        "worker_line": f" (`{wait.line}`)" if wait.line else "", "without": without, "workers": workers,
+        "worker_line": f" at {wait.line}" if wait.line else "", "without": without, "workers": workers,
         "stdin": f"a pipe{writers}" if wait.is_pipe else "the terminal",
         "end": "" if wait.end is None else was_text(wait.end),
         "ranks": f"; {on_their_way} computes" if on_their_way else "",

@@ -139,6 +139,10 @@ def process_answer(attached: Attached, *, full: bool = False, stacks: bool = Tru
         lines = "\n".join((attached.threads, *map(format_sample, attached.samples))).split("\n")
     elif attached.samples and stacks:
         lines = _main_thread(attached.samples[-1], attached.pid)
+    for worker in attached.workers:
+        frames = worker.frames if full else worker.frames[:FRAMES]
+        at = [f"  {frame.location} in {frame.qualified_name}" for frame in frames]
+        lines = (*lines, f"worker {worker.pid} of the data loader, most recent call first:", *at)
     return _answer(
         attached.diagnosis, attached, lines, attached.unseen, "" if full else "all threads and frames: --full"
     )
