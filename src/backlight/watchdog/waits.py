@@ -318,13 +318,13 @@ def worker_stacks(pids: Iterable[int]) -> tuple[WorkerStack, ...]:
 
     A worker that waits for work is left out.
     """
-    found = []
+    located = []
     for pid in itertools.islice(pids, MAX_SAMPLED):
         sample, _ = dump_by_py_spy(pid)
         stack = _worker_stack(pid, sample.threads if sample else ())
         if stack is not None:
-            found.append(stack)
-    return tuple(found)
+            located.append(stack)
+    return tuple(located)
 
 
 def _worker_stack(pid: int, threads: Iterable[ThreadStack]) -> WorkerStack | None:
@@ -357,11 +357,11 @@ def _worker_lock(pid: int, *, is_alone: bool) -> WaitCause | None:
         if any(part in text for text in texts):
             return WaitCause(WaitName.INHERITED_LOCK, pids=(pid,), library=library, line=line)
     # Its one thread that works can be woken by another process only, and these do nothing.
-    own = {thread.tid for thread in processes.read_threads(pid)}
-    own -= {
+    working_tids = {thread.tid for thread in processes.read_threads(pid)}
+    working_tids -= {
         thread.tid for thread in threads if any(f.file.endswith(_QUEUE_FILES) for f in thread.frames[-6:])
     }
-    if not is_alone or own != {pid} or _runs(pid, pid):
+    if not is_alone or working_tids != {pid} or _runs(pid, pid):
         return None
     is_taken = stack is not None and stack.frame == stack.frames[0]  # by the script, in this call or before
     is_shared = any(_SHARED_LOCK in text for text in texts)
