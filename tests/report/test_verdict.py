@@ -224,7 +224,7 @@ def test_run_of_other_monitors_keeps_its_headline(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_lists_what_was_looked_at(tmp_path: Path, step_times: Source) -> None:
     """Times only where there are enough steady steps, and nothing of monitors that did not watch."""
-    few = "memory and compilation; times need 20 steady steps"
+    few = "waits for data, memory and compilation; other times need 20 steady steps"
     assert outcome(step_times).checked == (few,)
     assert f"checked {few}\n" in summary_text(step_times.run.path, ())
     times = {"phase/forward": [1.0, *[0.02] * 29], "phase/backward": [0.03] * 30}

@@ -34,8 +34,8 @@ from backlight.monitors.steptime.model.step_comparison import (
     TimeRow,
     compare_series,
     compare_times,
-    core_wait,
     levels_of,
+    lost_share,
     medians,
     widen,
 )
@@ -73,7 +73,7 @@ def compare_kinds(first: Run, second: Run, confidence: float = CONFIDENCE) -> Ti
         return TimeComparison(counts, tuple(rows), confidence, (why,))
     least = [NEGLIGIBLE * sum(float(np.median(series)) for series in side.values()) for side in (left, other)]
     levels = levels_of((left, other), least)
-    waits = core_wait(first), core_wait(second)
+    waits = lost_share(first), lost_share(second)
     shown = (
         widen(
             compare_series(row.name, left, other, difference, levels[row.name], ASSUMED),

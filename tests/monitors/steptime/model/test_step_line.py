@@ -61,7 +61,7 @@ def test_a_busy_machine_is_named(tmp_path: Path) -> None:
 
 
 def test_too_few_steps_have_no_line(tmp_path: Path) -> None:
-    assert step_line(run_of(tmp_path, [], steps=12)) is None
+    assert step_line(run_of(tmp_path, [], steps=8)) is None
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from backlight.findings.limits import limit
 from backlight.monitors.steptime.model.evidence import (
     FORMULAS,
     BusyLimits,
+    core_wait,
     is_busy,
     percent,
-    read_runtime_info,
 )
 from backlight.records import Severity
 from backlight.store.read.run import Run
@@ -80,19 +80,25 @@ class BottleneckLimits(BusyLimits):
     )
 
 
-def severity_of(run: Run, limits: BottleneckLimits, share: float, low: float) -> Severity:
+def severity_of(
+    run: Run, limits: BottleneckLimits, share: float, low: float, *, in_thread: bool = False
+) -> Severity:
     """Return a warning for what is slow by its share and the lower end of its interval, else a hint.
 
-    On a busy machine times are those of the machine: whatever takes them is a hint.
+    On a busy machine times are those of the machine: whatever takes them is a hint. ``in_thread``: the thread
+    that trains does it itself, so what remains without all of its waits for a core is not the machine's.
     """
+    is_machine = is_busy(run, limits)
+    if is_machine and in_thread and (waited := core_wait(run)) is not None:
+        share, low, is_machine = share - waited, low - waited, False
     slow = is_slow(share, low, StepLimits(slow=limits.slow_share, slow_low=limits.slow_low))
-    return Severity.WARNING if slow and not is_busy(run, limits) else Severity.INFO
+    return Severity.WARNING if slow and not is_machine else Severity.INFO
 
 
 def on_a_busy_machine(run: Run, limits: BottleneckLimits) -> str:
     """Return a sentence where other programs took the cores, else nothing."""
-    info = read_runtime_info(run)
-    if info is None or not is_busy(run, limits):
+    waited = core_wait(run)
+    if waited is None or not is_busy(run, limits):
         return ""
-    waited = percent(float(info.payload["core_wait"]))
-    return f" The thread that trains waited for a core {waited} of the time: a quiet machine may show less."
+    on_core = f"waited for a core {percent(waited)} of the time"
+    return f" The thread that trains {on_core}: a quiet machine may show less."

@@ -48,6 +48,9 @@ class SteadyLimits(Limits, monitor="steptime"):
     steady_steps: int = limit(
         20, "steady steps that a rule on phase times needs: fewer are an accident", low=4
     )
+    measured_steps: int = limit(
+        8, "steps without the first that a share of a step needs, the interval of its median counts", low=5
+    )
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,24 @@ def peak_memory(run: Run, profile: StoredProfile) -> tuple[float, float]:
     return float(memory.get("peak") or 0.0), float(memory.get("capacity") or 0.0)
 
 
+def measured_phases(run: Run, limits: SteadyLimits) -> PhaseTimes | None:
+    """Return the phase times of the steady steps, or of all but the first where few are steady.
+
+    They show which part of a step a phase takes, not how long a steady step is; None where they are too few.
+    """
+    table = steady_phases(run, limits)
+    if table is None and (table := read_phases(run)) is not None:
+        table = table.after(1)
+    return table if table is not None and len(table.steps) >= limits.measured_steps else None
+
+
+def core_wait(run: Run) -> float | None:
+    """Return the share of the run that the training thread waited for a core; None where not recorded."""
+    info = read_runtime_info(run)
+    waited = info.payload.get("core_wait") if info is not None else None
+    return None if waited is None else float(waited)
+
+
 def steady_phases(run: Run, limits: SteadyLimits, rank: int | None = None) -> PhaseTimes | None:
     """Return the phase times of the steady steps; None where they are too few."""
     table = read_phases(run, rank=rank)
@@ -131,9 +152,8 @@ def is_busy(run: Run, limits: BusyLimits) -> bool:
 
     A run that goes on, or was killed, has not recorded it: nothing is claimed from its times.
     """
-    info = read_runtime_info(run)
-    waited = info.payload.get("core_wait") if info is not None else None
-    return info is None or (waited is not None and float(waited) > limits.busy_share)
+    waited = core_wait(run)
+    return read_runtime_info(run) is None or (waited is not None and waited > limits.busy_share)
 
 
 def phase_evidence(table: PhaseTimes, name: str) -> Evidence:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from backlight.monitors.steptime.model.evidence import read_runtime_info
+from backlight.monitors.steptime.model.evidence import core_wait
 from backlight.monitors.steptime.model.step_times import (
     CONFIDENCE,
     MIN_STEPS,
@@ -150,7 +150,7 @@ def compare_times(
     counts = (len(baseline.steps), len(other.steps))
     if min(counts) < MIN_STEPS:
         return TimeComparison(counts, (), confidence, trouble, names=names)
-    waits = {name: core_wait(run) for name, run in runs.items()}
+    waits = {name: lost_share(run) for name, run in runs.items()}
     trouble += tuple(
         f"{name}: its thread waited for a core {wait:.0%} of the time, which widens the intervals"
         for name, wait in waits.items()
@@ -192,10 +192,9 @@ def medians_of(table: PhaseTimes) -> dict[str, float]:
     return {name: float(np.median(column)) for name, column in _columns(table).items()}
 
 
-def core_wait(run: Run) -> float:
+def lost_share(run: Run) -> float:
     """Return the share of a run in which its thread waited for a core; 0 where that was not recorded."""
-    info = read_runtime_info(run)
-    return min(0.95, float((info.payload.get("core_wait") if info is not None else None) or 0.0))
+    return min(0.95, core_wait(run) or 0.0)
 
 
 def widen(row: TimeRow, first: float, second: float, *, is_drifting: bool) -> TimeRow:

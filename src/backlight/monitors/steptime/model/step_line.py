@@ -9,11 +9,11 @@ import numpy as np
 
 from backlight.monitors.steptime.model.evidence import (
     BusyLimits,
+    core_wait,
     is_busy,
+    measured_phases,
     newest_events,
     percent,
-    read_runtime_info,
-    steady_phases,
 )
 from backlight.monitors.steptime.model.machine import machine_words
 from backlight.monitors.steptime.model.step_times import PhaseTimes
@@ -113,10 +113,10 @@ class StepLine:
 def step_line(run: Run) -> StepLine | None:
     """Return ``step 86 ms: 62 % waiting for data at train.py:10 (Images.__getitem__), 38 % compute``.
 
-    Medians over the steady steps; None where there are too few of them.
+    Medians over the steady steps, or all but the first; None where there are too few of them.
     """
     limits = BusyLimits()
-    table = steady_phases(run, limits)
+    table = measured_phases(run, limits)
     if table is None:
         return None
     lines = sampled_lines(run)
@@ -132,10 +132,8 @@ def step_line(run: Run) -> StepLine | None:
         text = f"{text}; of the run {listed(pauses)}"
     if machine := machine_words(run):
         text = f"{text}; {', '.join(machine)}"
-    info = read_runtime_info(run)
-    if info is not None and is_busy(run, limits):
-        waited = percent(float(info.payload["core_wait"]))
-        text = f"{text}; the thread that trains waited for a core {waited} of the time"
+    if (waited := core_wait(run)) is not None and is_busy(run, limits):
+        text = f"{text}; the thread that trains waited for a core {percent(waited)} of the time"
     return StepLine(text, shares[COMPUTE] + shares["forward and everything else"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from backlight.monitors.steptime.model.evidence import SteadyLimits
+from backlight.monitors.steptime.model.evidence import SteadyLimits, measured_phases
 from backlight.monitors.steptime.model.step_line import step_line
 from backlight.monitors.steptime.model.step_times import find_steady, join_scalars
 from backlight.report.charts import TONES, Axis, Line, chart, clipped_top
@@ -38,7 +38,10 @@ def line_of(source: Source) -> FactLine | None:
 def checked(source: Source) -> str:
     """Return what the rules on time and memory look at; of too few steady steps they look at no times."""
     if not len(source.step_times) or _skipped(source.step_times):
-        return f"memory and compilation; times need {count(SteadyLimits().steady_steps, 'steady step')}"
+        limits = SteadyLimits()
+        data = "" if measured_phases(source.run, limits) is None else "waits for data, "
+        others = "times need" if not data else "other times need"
+        return f"{data}memory and compilation; {others} {count(limits.steady_steps, 'steady step')}"
     return "time and memory: waits for data and device, saving, kept tensors, compilation, slow steps"
 
 

@@ -19,6 +19,7 @@ from backlight.monitors.steptime.model.evidence import (
     StoredProfile,
     info_evidence,
     is_busy,
+    measured_phases,
     percent,
     phase_evidence,
     read_profile,
@@ -81,12 +82,12 @@ def bottleneck(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
 
 
 def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
-    """Find a share of the steady steps in the data loader, and whether the control shows that it costs time.
+    """Find a share of the steps in the data loader, and whether the control shows that it costs time.
 
     A step may wait for its loader because it is over early, or because something else holds the processor;
     only a step that becomes faster with a cached batch is bound by data.
     """
-    table = steady_phases(run, limits)
+    table, info = measured_phases(run, limits), read_runtime_info(run)
     if table is None:
         return
     lines = sampled_lines(run)
@@ -101,7 +102,7 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     evidence = [phase_evidence(table, Phase.DATA if table.phase(Phase.DATA).any() else waits.phase)]
     if waits.share:
         evidence.append(samples_evidence(run, waits.share))
-    wait = f"Waiting for data takes {percent(share)} of a steady step ({len(table.steps)} steps)"
+    wait = f"Waiting for data takes {percent(share)} of a step ({len(table.steps)} steps)"
     if at is not None:
         wait += f", mostly at {at.short}"
     control = _control(run, share)
@@ -128,8 +129,10 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
             "Raise num_workers and prefetch_factor, set persistent_workers, or decode the data ahead of "
             "training; then compare both runs."
         )
+    is_loaded_here = info is not None and info.payload.get("workers") == 0
+    severity = severity_of(run, limits, share, low, in_thread=is_loaded_here)
     yield Finding(
-        severity=severity_of(run, limits, share, low) if seconds >= limits.data_floor else Severity.INFO,
+        severity=severity if seconds >= limits.data_floor else Severity.INFO,
         title=title,
         detail=detail,
         subject=Subject(phase=Phase.DATA, step=int(table.steps[0]), line=None if at is None else at.line),
