@@ -66,13 +66,17 @@ class StepTimeMonitor(Monitor):
         self._machine: MachineReadings | None = None
         self._step = self._anomaly_steps = 0
         self._pauses = GarbagePauses(run.notifier.event, map(attrgetter("_step"), repeat(self)))
-        self._kept_graphs = KeptGraphTracker(lambda facts, step: run.notifier.event(KEPT_GRAPHS, facts, step))
+        self._kept_graphs = KeptGraphTracker(self._record_kept_graphs)
         self._kept_data = KeptDataTracker(
             lambda facts, step: run.notifier.event(KEPT_DATA, facts, step), doubling_steps()
         )
         run.listen(self._kept_graphs.marks)
         run.follow_forwards()
         self._pauses.start()
+
+    def _record_kept_graphs(self, facts: dict[str, Any], step: int) -> None:
+        self._run.notifier.event(KEPT_GRAPHS, facts, step)
+        self._run.fact("memory", KEPT_GRAPHS)
 
     def detach(self, error: BaseException | None) -> None:
         """Record the runtime info."""

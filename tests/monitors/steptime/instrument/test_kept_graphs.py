@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import backlight
 from backlight.findings.evaluate import evaluate_rules
+from backlight.monitor import RunHandle
 from backlight.records import Finding, Severity
 
 pytestmark = pytest.mark.slow
@@ -347,6 +348,58 @@ def test_kept_graphs_are_found_with_their_line(
 @pytest.mark.parametrize("loop", CONTROLS, ids=lambda loop: loop.__name__)
 def test_graphs_that_are_released_are_no_finding(loop: Loop, tmp_path: Path) -> None:
     assert not findings(tmp_path / "run", loop)
+
+
+LIST = """
+from torch import nn
+values = []  # its end is that of the script
+for x, y in batches(STEPS):
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    optimizer.step()
+    values.append(loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "is_early"),
+    [
+        (("", ""), True),
+        (("values.append(loss)", "values.append(loss)\n    if len(values) > 64: values.pop()"), False),
+        (("values.append(loss)", "values.append(loss)\n    if len(values) > 64: values = []"), False),
+        (("values.append(loss)", "values.append(loss.detach())"), False),
+    ],
+)
+def test_a_list_of_the_script_that_only_grows_is_found_early(
+    change: tuple[str, str], is_early: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts: list[str] = []  # a rule is evaluated at once for each
+    monkeypatch.setattr(RunHandle, "fact", lambda run, rule, kind="": facts.append(rule))
+    script = tmp_path / "train.py"
+    script.write_text(LIST.replace(*change) if change[0] else LIST)
+    steps = 12  # fewer than an unrolled loop may keep
+
+    def loop() -> None:
+        model, optimizer = small()
+        names = {"model": model, "optimizer": optimizer, "batches": batches, "F": F, "STEPS": steps}
+        exec(compile(script.read_text(), str(script), "exec"), names)
+
+    reports = findings(tmp_path / "run", loop)
+    assert len(reports) == is_early
+    assert set(facts) == ({"memory"} if is_early else set())
+    if is_early:
+        assert reports[0].title.startswith("`values` keeps the graphs of 9 steps")
+        assert reports[0].severity is Severity.WARNING
+
+
+def test_a_list_of_a_function_may_end_with_it(tmp_path: Path) -> None:
+    def epochs() -> None:
+        for _ in range(3):
+            losses: list[Tensor] = []
+            train(losses.append, 12)
+
+    assert not findings(tmp_path / "run", epochs)
 
 
 def test_watching_keeps_nothing_alive(tmp_path: Path) -> None:

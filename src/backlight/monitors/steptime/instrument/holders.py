@@ -43,7 +43,7 @@ class Holder:
 
     ``size`` is in bytes, estimated from the last items of a container, 0 where it was not asked for. ``key``
     is that of a container in this process. ``is_bounded``: the container drops items by itself;
-    ``is_emptied``: a statement of the script removes some.
+    ``is_emptied``: a statement of the script removes some; ``is_local``: it ends with a function.
     """
 
     name: str
@@ -51,10 +51,16 @@ class Holder:
     is_bounded: bool
     line: SourceLine | None
     is_emptied: bool = False
+    is_local: bool = False
     is_mapping: bool = False
     size: int = 0
     device: str = ""
     key: int = 0
+
+    @property
+    def only_grows(self) -> bool:
+        """Whether it is a container of no function, to which a line adds, and nothing is removed."""
+        return bool(self.count and self.line) and not (self.is_bounded or self.is_emptied or self.is_local)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON types."""
@@ -168,6 +174,7 @@ class _Search:
             is_bounded=isinstance(value, deque) and value.maxlen is not None,
             line=uses.line(),
             is_emptied=uses.removes,
+            is_local=uses.is_local,
             is_mapping=isinstance(value, dict),
             **self._size(id(value), tensors, len(value) / sampled),
         )
@@ -190,7 +197,9 @@ def _uses(scope: tuple[str, int], name: str) -> _Uses:
     path, first_line = scope
     uses = _Uses(name.rpartition(".")[2], path, is_attribute="." in name)
     if (tree := _parsed(path)) is not None:
-        uses.visit(tree if "." in name else _function(tree, first_line))
+        root = tree if "." in name else _function(tree, first_line)
+        uses.is_local = root is not tree
+        uses.visit(root)
     return uses
 
 
@@ -216,6 +225,7 @@ class _Uses(ast.NodeVisitor):
         self._from_itself: list[tuple[int, int]] = []
         self._reset_depth = -1
         self.removes = False
+        self.is_local = False
 
     def line(self, *, from_itself: bool = False) -> SourceLine | None:
         """Return the statement that adds to the name, or with ``from_itself`` computes it from itself.

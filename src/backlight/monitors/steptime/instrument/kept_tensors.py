@@ -41,6 +41,9 @@ MAX_STEPS = 1024
 MIN_SPAN = 32
 """Steps over which graphs are kept before it is reported: unrolled loops keep fewer."""
 
+MIN_SPAN_HELD = 8
+"""The same where a container of the script holds them, and no statement empties it."""
+
 MIN_SPAN_UNKNOWN = 256
 """The same where what holds them was not found, so that it may be bounded."""
 
@@ -145,7 +148,7 @@ class KeptGraphTracker:
         self._holder: Holder | None = None
         self._reported: KeptGraphs | None = None
         self._first: tuple[int, int] | None = None
-        self._next_span = MIN_SPAN
+        self._next_span = MIN_SPAN_HELD
 
     def end_step(self) -> None:
         """Look for what holds graphs that are kept, again once they are of twice as many steps."""
@@ -159,7 +162,8 @@ class KeptGraphTracker:
             return
         self._next_span = 2 * span
         holder = find_graph_holder(sys._getframe(1))
-        if holder.is_bounded if holder is not None else span < MIN_SPAN_UNKNOWN:
+        least = MIN_SPAN_UNKNOWN if holder is None else MIN_SPAN_HELD if holder.only_grows else MIN_SPAN
+        if span < least or (holder is not None and holder.is_bounded):
             return
         self._holder, self._reported = holder, kept
         self._report(kept)
@@ -173,8 +177,12 @@ class KeptGraphTracker:
     def _report(self, kept: KeptGraphs) -> None:
         step, level = self._first or (0, 0)
         grown = max(memory_level() - level, 0) / max(self.marks.step - step, 1)
-        holder = None if self._holder is None else self._holder.to_json()
-        self._record({**asdict(kept), "bytes_per_step": grown, "holder": holder}, self.marks.step)
+        holder = self._holder
+        about = {
+            "holder": holder and holder.to_json(),
+            "only_grows": holder is not None and holder.only_grows,
+        }
+        self._record({**asdict(kept), "bytes_per_step": grown, **about}, self.marks.step)
 
 
 def memory_level() -> int:

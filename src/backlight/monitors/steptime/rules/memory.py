@@ -38,6 +38,7 @@ class MemoryLimits(Limits, monitor="steptime"):
     kept_steps: int = limit(
         32, "steps whose graphs are all alive: unrolled loops and alternating losses keep fewer", low=4
     )
+    held_steps: int = limit(8, "the same of graphs in a container that no statement empties", low=4)
     growth_bytes: float = limit(2.0**10, "bytes a step below which growth is not stated (1 KiB)")
     kept_share: float = limit(
         0.05, "share of the memory above which a list of tensors without a graph is a warning", high=1.0
@@ -59,7 +60,10 @@ def _kept_graphs(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     """Find graphs of earlier steps that are still alive, which is observed and not estimated."""
     events = newest_events(run, KEPT_GRAPHS)
     longest = max(events, key=lambda e: (e.payload["until"] - e.payload["since"], e.step or 0), default=None)
-    if longest is None or longest.payload["until"] - longest.payload["since"] < limits.kept_steps:
+    if longest is None:
+        return
+    at_least = limits.held_steps if longest.payload.get("only_grows") else limits.kept_steps
+    if longest.payload["until"] - longest.payload["since"] < at_least:
         return
     facts, holder = longest.payload, longest.payload.get("holder") or {}
     steps = int(facts["until"]) - int(facts["since"]) + 1
