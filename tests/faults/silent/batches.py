@@ -326,3 +326,67 @@ def positions_of_one_row() -> None:
 
     loader = DataLoader(samples(), batch_size=8, collate_fn=collate)
     train(perceptron(), loader=((one["x"] + one["position_ids"], one["labels"]) for one in loader))
+
+
+def seeded_by_number(worker: int) -> None:
+    np.random.seed(worker)
+
+
+def seeded_by_torch(worker: int) -> None:
+    np.random.seed(torch.initial_seed() % 2**32)
+
+
+def with_workers(init: Callable[[int], None] | None, data: Numbers | None = None, **options: Any) -> None:
+    loader = DataLoader(data or Numbers(None), 8, shuffle=True, num_workers=2, worker_init_fn=init, **options)
+    epochs(loader, count=3)
+
+
+@fault(rule="repeated_data", severity="warning", step=8, kind="worker_seed", names="`np.random`")
+def workers_seeded_by_their_number(injected: bool) -> None:
+    with_workers(seeded_by_number if injected else seeded_by_torch)
+
+
+@fault(rule="repeated_data", severity="warning", step=8, kind="worker_seed", names="`np.random`")
+def workers_seeded_by_a_constant(injected: bool) -> None:
+    seed = 42
+
+    def seed_everything(value: int) -> None:
+        np.random.seed(value)
+        torch.manual_seed(value)
+
+    with_workers((lambda _: seed_everything(seed)) if injected else None)
+
+
+@control
+def seeded_workers_that_persist() -> None:
+    with_workers(seeded_by_number, persistent_workers=True)
+
+
+@control
+def seeded_workers_whose_samples_draw_nothing() -> None:
+    with_workers(seeded_by_number, Placeholder(None))
+
+
+@control
+def seeded_workers_whose_samples_draw_elsewhere() -> None:
+    def seed(worker: int) -> None:
+        torch.manual_seed(worker)
+
+    with_workers(seed)
+
+
+@control
+def workers_seeded_by_a_counter() -> None:
+    """The number of the epoch is in a variable of another name."""
+    rounds = 0
+
+    def seed(worker: int) -> None:
+        np.random.seed(1000 * rounds + worker)
+
+    loader = DataLoader(Numbers(None), 8, shuffle=True, num_workers=2, worker_init_fn=seed)
+
+    def begin(number: int) -> None:
+        nonlocal rounds
+        rounds = number
+
+    epochs(loader, begin, count=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -118,3 +119,85 @@ def weights_saved_to_memory_and_back() -> None:
 
     loop.after_step = after_step
     loop.run()
+
+
+def rounds(
+    before_round: Callable[[int, nn.Module], object], *, momentum: float = 0.9, is_new: bool = False
+) -> None:
+    """Train for four rounds of three steps; ``before_round(number, model)`` may load a state."""
+    model = perceptron()
+
+    def optimizer() -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+
+    loop = Loop(model, optimizer(), steps=3, epochs=4)
+
+    def before_epoch(number: int) -> None:
+        before_round(number, model)
+        if is_new:
+            loop.optimizers[:] = [optimizer()]
+
+    loop.before_epoch = before_epoch
+    loop.run()
+
+
+def initial_again(**options: Any) -> None:
+    """Load the first weights before each round."""
+    kept: dict[str, torch.Tensor] = {}
+
+    def load(number: int, model: nn.Module) -> None:
+        if not number:
+            kept.update(copy.deepcopy(model.state_dict()))
+        model.load_state_dict(kept)
+
+    rounds(load, **options)
+
+
+@fault(rule="weights_unchanged", kind="undone", severity="warning", step=6, names="undoes the steps")
+def same_state_before_each_round(injected: bool) -> None:
+    if injected:
+        initial_again()
+    else:
+        rounds(lambda _, model: model.load_state_dict(copy.deepcopy(model.state_dict())))
+
+
+@fault(rule="weights_unchanged", kind="undone", severity="info", step=6, names="undoes the steps")
+def same_state_without_moments(injected: bool) -> None:
+    if injected:
+        initial_again(momentum=0)
+    else:
+        rounds(lambda _, model: None)
+
+
+@control
+def folds_with_their_own_optimizers() -> None:
+    initial_again(is_new=True)
+
+
+@control
+def best_weights_after_each_cut_of_the_rate() -> None:
+    """The last weights are not better than the first ones, and every round has a smaller rate."""
+    model = perceptron()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    kept = copy.deepcopy(model.state_dict())
+    loop = Loop(model, optimizer, steps=3, epochs=4)
+
+    def before_epoch(number: int) -> None:
+        model.load_state_dict(kept)
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.5**number
+
+    loop.before_epoch = before_epoch
+    loop.run()
+
+
+@control
+def weights_that_come_back_once() -> None:
+    kept: dict[str, torch.Tensor] = {}
+
+    def load(number: int, model: nn.Module) -> None:
+        if number == 1:
+            kept.update(copy.deepcopy(model.state_dict()))
+        if number == 2:
+            model.load_state_dict(kept)
+
+    rounds(load)

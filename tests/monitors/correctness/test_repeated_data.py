@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset
 
 import backlight
 from backlight.findings.evaluate import evaluate_rules
-from backlight.monitors.correctness.instrument.loader_batches import copied_generator
 from backlight.monitors.correctness.instrument.samples import VALUES, digest, sampled
+from backlight.monitors.correctness.instrument.worker_seeds import copied_generator
 from faults.silent.batches import Numbers, Stream, epochs
 
 

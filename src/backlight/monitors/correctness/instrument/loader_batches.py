@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dis
-import random
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
@@ -19,48 +15,13 @@ from torch.utils.data import IterableDataset
 from backlight.capture.batches import tensors_in
 from backlight.monitors.correctness.instrument.check import Check
 from backlight.monitors.correctness.instrument.samples import digest
+from backlight.monitors.correctness.instrument.worker_seeds import (
+    copied_generator,
+    drawn_from,
+    worker_seed,
+)
 from backlight.monitors.correctness.model.facts import NAMED
 from backlight.monitors.correctness.rules import repeated_data as facts
-
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
-"""Types of such sources."""
-
-SEEDING = frozenset({"seed", "manual_seed", "setstate", "set_state", "default_rng", "RandomState", "Random"})
-"""Names by which code gives a generator another state."""
-
-
-def copied_generator(data: Any) -> str:
-    """Return the generator from which a data set draws for its samples, as ``rng`` or ``transform.rng``.
-
-    Empty where there is none, or where the code that draws also gives it another state. Workers that share
-    the order of a stream need equal generators: iterable data sets are left out.
-    """
-    if issubclass(type(data), IterableDataset):
-        return ""
-    fields = getattr(data, "__dict__", {})
-    owners = [("", data, "__getitem__"), *((f"{name}.", part, "__call__") for name, part in fields.items())]
-    for prefix, owner, entry in owners:
-        codes = list(reachable_code(type(owner), entry))
-        steps = [step for code in codes for step in dis.get_instructions(code)]
-        names = {str(step.argval) for step in steps}
-        stored = {str(step.argval) for step in steps if step.opname == "STORE_ATTR"}
-        for name, value in getattr(owner, "__dict__", {}).items():
-            if isinstance(value, GENERATORS) and name in names - stored and not SEEDING & names:
-                return f"{prefix}{name}"
-    return ""
-
-
-def reachable_code(kind: type, entry: str) -> Iterator[CodeType]:
-    """Yield the code of a method, and of the methods of its class that it names."""
-    pending, done = [entry], set()
-    while pending:
-        name = pending.pop()
-        code = getattr(getattr(kind, name, None), "__code__", None)
-        if isinstance(code, CodeType) and name not in done:
-            done.add(name)
-            yield code
-            pending += code.co_names
-
 
 EPOCHS = 5
 """Epochs of a loader that are compared."""
@@ -94,6 +55,7 @@ class _Loader:
     single: int = 0
     count: int = BATCHES
     rows: dict[str, str | None] = field(default_factory=dict)
+    seed: tuple[tuple[str, ...], str, str] | None = None
 
 
 class LoaderBatches(Check):
@@ -142,6 +104,7 @@ class LoaderBatches(Check):
         if index == 0:
             loader.epochs += 1
             loader.last, loader.this = loader.this, []
+            self._compare_seeds(loader, iterator)
         workers = int(getattr(iterator, "_num_workers", 0) or 0)
         count = loader.count = max(BATCHES, 2 * workers)
         if loader.epochs > EPOCHS or index >= count or index != len(loader.this):
@@ -188,6 +151,19 @@ class LoaderBatches(Check):
             loader.single += 1
             if loader.single == REPEATS - 1:
                 self.report(facts.FirstBatchOnly(step, sampler, data, REPEATS))
+
+    def _compare_seeds(self, loader: _Loader, iterator: Any) -> None:
+        """Compare the seeds that new workers are given with those of the epoch before."""
+        if loader.epochs > EPOCHS or not getattr(iterator, "_num_workers", 0):
+            return
+        init = None if iterator._persistent_workers else getattr(iterator, "_worker_init_fn", None)
+        seed, before = worker_seed(init), loader.seed
+        loader.seed = seed
+        if seed is None or seed != before or not loader.is_trained_on:
+            return
+        if drawn := sorted(drawn_from(iterator._dataset) & set(seed[0])):
+            self.report(facts.WorkersSeededAgain(self.step, data_of(iterator), tuple(drawn), seed[2]))
+            loader.epochs = EPOCHS
 
     def _compare_batches(self, loader: _Loader, iterator: Any, workers: int, batch: Any) -> None:
         """Compare the batches of the first epoch with one another."""

@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 
 from backlight.capture.batches import indices_of, leaves
 from backlight.monitors.correctness.instrument.check import Check
-from backlight.monitors.correctness.instrument.loader_batches import reachable_code
+from backlight.monitors.correctness.instrument.worker_seeds import reachable_methods
 from backlight.monitors.correctness.rules import repeated_data as facts
 from backlight.user_code import definition
 
@@ -102,7 +102,9 @@ class StoredData(Check):
 def writes_in_place(data: Any) -> bool:
     """Return whether the code that reads a sample has an operation in place."""
     steps = [
-        step for code in reachable_code(type(data), "__getitem__") for step in dis.get_instructions(code)
+        step
+        for method in reachable_methods(type(data), "__getitem__")
+        for step in dis.get_instructions(method)
     ]
     return any(
         (step.opname in {"BINARY_OP", "BINARY_OPERATION"} and step.argrepr.endswith("="))

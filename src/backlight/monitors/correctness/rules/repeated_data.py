@@ -176,6 +176,27 @@ class CopiedGenerator(_Repetition, rule="repeated_data", kind="generator"):
     refuted_if = "the numbers that two workers draw differ."
 
 
+class WorkersSeededAgain(_Repetition, rule="repeated_data", kind="worker_seed"):
+    """New workers are given the seeds of the epoch before, for the generators that samples draw from."""
+
+    data: str
+    others: tuple[str, ...]
+    line: str
+
+    cited = "data"
+    title = "The workers of the loader draw the same random numbers in every epoch"
+    detail = (
+        "Each epoch begins with new workers, and their `worker_init_fn`{where} seeds {others} with the "
+        "numbers of the epoch before. The samples of {data} draw from there: noise and augmentation repeat "
+        "themselves."
+    )
+    fix = (
+        "Seed with `torch.initial_seed() % 2**32`, which differs between workers and epochs, leave out the "
+        "`worker_init_fn` (the loader seeds `random`, NumPy and torch), or set `persistent_workers=True`."
+    )
+    refuted_if = "the samples of two epochs are to have the same noise."
+
+
 class ChangedByReading(_Repetition, rule="repeated_data", kind="changed"):
     """Reading a sample changes what is stored, by the same function in each epoch."""
 

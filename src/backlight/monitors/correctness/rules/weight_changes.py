@@ -20,7 +20,7 @@ from backlight.monitors.correctness.model.facts import (
 from backlight.records import Finding, Severity
 from backlight.registry import rule
 from backlight.store.read.run import Run
-from backlight.text import percent
+from backlight.text import count, percent
 
 SPACING = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float32": 2.0**-24, "float64": 2.0**-53}
 """Mean distance of neighbouring numbers as a share of their size, about, by type."""
@@ -154,6 +154,40 @@ class StepWithoutEffect(_Unchanged, rule="weights_unchanged", kind="no_effect"):
         )
 
 
+class StepsUndone(Fact, rule="weights_unchanged", kind="undone"):
+    """A line loaded the same weights again, after ``steps`` steps of an optimizer that goes on.
+
+    ``has_state`` is whether it has moments; ``times`` how often in a row they came back.
+    """
+
+    model: str
+    steps: int
+    times: int
+    has_state: bool
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.model}.load_state_dict undoes the steps since it was last called",
+            f"By step {self.step} the state{phrases.at_line(self.line)} had brought back the same weights "
+            f"{self.times} times, the last time after {count(self.steps, 'step')}. The optimizer goes on "
+            + (
+                "with the moments of the steps that are lost."
+                if self.has_state
+                else "as it was: all that is kept of these steps is what was computed on the way."
+            ),
+            module=self.model,
+            line=self.line,
+            severity=Severity.WARNING if self.has_state else Severity.INFO,
+            evidence=(self.times, "times"),
+            fix=(
+                "Load the state once, before the loop; keep the best weights for the end. Where each round "
+                "is to begin anew, build a new optimizer as well."
+            ),
+            refuted_if="each round is a run of its own, and its result is kept elsewhere.",
+        )
+
+
 class AverageNeverUpdated(Fact, rule="weights_unchanged", kind="average"):
     """An average of weights was evaluated at several steps up to ``last``, and never updated in the run."""
 
@@ -175,8 +209,9 @@ class AverageNeverUpdated(Fact, rule="weights_unchanged", kind="average"):
 @rule("weights_unchanged", monitor="correctness", limits=WeightsUnchangedLimits)
 def weights_unchanged(run: Run, limits: WeightsUnchangedLimits) -> Iterator[Finding]:
     """Find steps that most weights with a gradient did not take, steps that do nothing, and dead averages."""
-    if averages := facts_of(run, AverageNeverUpdated):
-        yield finding_on(averages)
+    for kind in (AverageNeverUpdated, StepsUndone):
+        if whole := facts_of(run, kind):
+            yield finding_on(whole)
     facts = facts_of(run, RoundedStep)
     if ineffective := facts_of(run, StepWithoutEffect):
         yield finding_on(ineffective)
