@@ -125,8 +125,8 @@ class UndoneSteps(Check):
             return
         has_state = any(
             isinstance(value, Tensor) and value.ndim
-            for one in optimizer.state.values()
-            for value in one.values()
+            for state in optimizer.state.values()
+            for value in state.values()
         )
         fact = StepsUndone(self.step, kind_of(module), self.step - before.step, 0, has_state, line)
         self.when_known(functools.partial(self._compare, before, now, fact))

@@ -85,12 +85,14 @@ def worker_seed(init: Any) -> tuple[tuple[str, ...], str, str] | None:
     if not isinstance(function, FunctionType) or not is_user_code(function.__code__.co_filename):
         return None
     functions = _called_of([function])
-    own = [called for called in functions if is_user_code(called.__code__.co_filename)]
-    names = {name for called in own for name in called.__code__.co_names + called.__code__.co_freevars}
+    user_functions = [called for called in functions if is_user_code(called.__code__.co_filename)]
+    names = {
+        name for called in user_functions for name in called.__code__.co_names + called.__code__.co_freevars
+    }
     if names & FRESH or any("epoch" in name for name in names):
         return None
     scopes: list[Mapping[str, Any]] = [getattr(owner, "__dict__", {})]
-    for called in own:
+    for called in user_functions:
         scopes += [called.__globals__, _cells(called)]
         values += called.__defaults__ or ()
     values += [scope[name] for scope in scopes for name in sorted(names) if name in scope]
@@ -119,15 +121,17 @@ def drawn_from(data: Any) -> set[str]:
 
 def _called_of(functions: list[FunctionType]) -> list[FunctionType]:
     """Return functions and those that they name, two levels deep, outside of torch and NumPy."""
-    found = dict.fromkeys(functions)
+    reached = dict.fromkeys(functions)
     for _ in range(2):
-        for function in list(found):
+        for function in list(reached):
             scope = {**_cells(function), **function.__globals__}
             values = (scope.get(name) for name in function.__code__.co_names + function.__code__.co_freevars)
-            found |= dict.fromkeys(value for value in values if type(value) is FunctionType)
-            if len(found) > MAX_PARTS:
+            reached |= dict.fromkeys(value for value in values if type(value) is FunctionType)
+            if len(reached) > MAX_PARTS:
                 break
-    return [function for function in found if function.__module__.partition(".")[0] not in {"torch", "numpy"}]
+    return [
+        function for function in reached if function.__module__.partition(".")[0] not in {"torch", "numpy"}
+    ]
 
 
 def _cells(function: FunctionType) -> dict[str, Any]:
