@@ -257,6 +257,23 @@ def condition_is_ignored(injected: bool) -> None:
     optimizer.step()
 
 
+class Towers(nn.Module):
+    """Two towers, of which the second one reads the half of the first as well, if it ``ignores`` its own."""
+
+    def __init__(self, *, ignores: bool) -> None:
+        super().__init__()
+        self.ignores = ignores
+        self.left, self.right = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.left(x[:, :8]) * self.right(x[:, :8] if self.ignores else x[:, 8:])
+
+
+@fault(probe="inputs", outcome="undecided", text=r"no value of columns 8 to 15 of the 16 of `x` of Towers;")
+def half_of_an_input_is_ignored(injected: bool) -> None:
+    fit(Towers(ignores=injected), images)
+
+
 @fault(probe="first-loss", outcome="undecided", text=r"ln 4 is 1\.386: the outputs begin far from a guess")
 def outputs_are_too_large(injected: bool) -> None:
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))

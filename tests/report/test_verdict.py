@@ -181,7 +181,9 @@ def test_hints_are_counted_and_nothing_else(tmp_path: Path) -> None:
     alone, none = outcome(Source(run, (hint,))), outcome(Source(run))
     assert (alone.tone, alone.headline, alone.summary) == ("clear", "No findings", none.summary)
     assert (alone.hints, none.hints) == (1, 0)
-    assert hints_line(Source(run, (hint,))) == f"1 hint: backlight findings {run.location} --hints"
+    command = f"backlight findings {run.location} --hints"
+    assert hints_line(Source(run, (hint,))) == f"1 hint: {hint.title}; {command}"
+    assert hints_line(Source(run, (hint, hint))) == f"2 hints: {command}"
     assert hints_line(Source(run)) == ""
     assert outcome(Source(run, (hint, finding("embed.weight", 3)))).tally == "1 error"
 

@@ -151,11 +151,12 @@ def _checked(source: Source) -> tuple[str, ...]:
 
 
 def hints_line(source: Source) -> str:
-    """Return how many hints there are and the command that prints them; empty where there are none."""
+    """Return how many hints there are, the title of one alone, and the command that prints them."""
     if not source.hints:
         return ""
     run = visible(shlex.quote(source.run.location))
-    return f"{count(len(source.hints), 'hint')}: backlight findings {run} --hints"
+    title = f"{visible(source.hints[0].title)}; " if len(source.hints) == 1 else ""
+    return f"{count(len(source.hints), 'hint')}: {title}backlight findings {run} --hints"
 
 
 def coverage_text(run: Run) -> str:

@@ -25,6 +25,9 @@ from backlight.text import count, listed
 MOST = 8
 """Inputs, and parts without a gradient, that are changed one after the other."""
 
+IGNORED = 0.05
+"""Share of the columns of an input, without effect, below which it is an edge, as that of a convolution."""
+
 HIGH_LOSS = 2.0
 """Times the loss of a guess from which on the first loss is high."""
 
@@ -127,7 +130,40 @@ def probe_inputs(step: TapedStep) -> list[ProbeResult]:
     if not probed:
         return [ProbeResult(Probe.INPUTS, ProbeOutcome.NOT_PROBED, "no input of a module can be changed")]
     text = f"the loss changes with {listed(probed)}"
+    if ignored := list(filter(None, (_ignored_columns(step, *item) for item in list(inputs.items())[:MOST]))):
+        text = f"{text}, but with no value of {listed(ignored)}; right if they are meant for something else"
+        return [ProbeResult(Probe.INPUTS, ProbeOutcome.UNDECIDED, text)]
     return [ProbeResult(Probe.INPUTS, ProbeOutcome.PASSED, text)]
+
+
+def _ignored_columns(step: TapedStep, name: str, tensor: Tensor) -> str:
+    """Return the columns of a table of numbers that the loss does not change with; empty without any.
+
+    Their gradient is zero for every sample, and other values in them give the same loss.
+    """
+    is_table = tensor.ndim == 2 and tensor.is_floating_point() and tensor.layout is torch.strided
+    if not is_table or min(tensor.shape) < 2:
+        return ""
+    leaf = tensor.detach().clone().requires_grad_()
+    with restored_state(step.modules()):
+        root = step.replay({id(tensor): leaf})[-1]
+        (gradient,) = torch.autograd.grad(root, leaf, allow_unused=True)
+        changed = _other(tensor.detach())
+        if gradient is None or changed is None:
+            return ""
+        columns = gradient.eq(0).all(0)
+        # A column whose values cannot be changed shows nothing.
+        columns &= changed.ne(tensor).any(0)
+        if columns.sum() < IGNORED * len(columns) or not columns.any() or columns.all():
+            return ""
+        if _loss(step, {id(tensor): torch.where(columns, changed, tensor.detach())}) != _repeated_loss(step):
+            return ""
+    numbers = columns.nonzero().flatten().tolist()
+    is_range = numbers == list(range(numbers[0], numbers[-1] + 1))
+    which = (
+        f"{numbers[0]} to {numbers[-1]}" if is_range and len(numbers) > 1 else listed([*map(str, numbers)])
+    )
+    return f"columns {which} of the {tensor.shape[1]:,} of {name}"
 
 
 class _Losses(TorchFunctionMode):

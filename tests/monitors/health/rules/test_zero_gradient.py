@@ -1,3 +1,4 @@
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -5,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import backlight
+from backlight.findings.evaluate import evaluate_rules
 from backlight.records import ParameterRecord, Severity
 
 
@@ -51,15 +54,54 @@ def test_healthy_series_have_no_finding(synthetic: Any, evaluated: Any) -> None:
     assert not evaluated(synthetic({"a": [0.0] * 19, "b": [1e-3] * 19}), "no_gradient")
 
 
-def train(recorder: Any, bias: float) -> Any:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+class Branches(nn.Module):
+    """Two layers with a function between them, perhaps with a factor of zero behind the last one."""
+
+    def __init__(self, *, is_gated: bool) -> None:
+        super().__init__()
+        self.first, self.second, self.skip = nn.Linear(8, 16), nn.Linear(16, 3), nn.Linear(8, 3)
+        nn.init.constant_(self.first.bias, 0.0 if is_gated else -100.0)
+        self.is_gated = is_gated
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu()) * (0 if self.is_gated else 1) + self.skip(x)
+
+
+def mlp(bias: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 3))
     nn.init.constant_(model[0].bias, bias)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return recorder(model, optimizer).classify(optimizer, 40, inputs=8)
+    return model
 
 
-@pytest.mark.slow
-def test_dead_units_are_found_and_their_control_is_not(recorder: Any, evaluated: Any) -> None:
-    (finding,) = evaluated(train(recorder, -100.0), "no_gradient")
-    assert finding.subject.parameter == "0.weight"
-    assert not evaluated(train(recorder, 0.0), "no_gradient")
+@pytest.mark.parametrize(
+    ("model", "title"),
+    [
+        (mlp(-100.0), "All units of `1` (ReLU) are dead"),
+        (mlp(0.0), ""),
+        (Branches(is_gated=False), "The input of `second` is zero for every sample"),
+        # Nothing comes back to its bias either: its input may be anything.
+        (
+            Branches(is_gated=True),
+            "The gradients of `first.weight`, `second.weight` and 2 more are exactly zero",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_clipped", [False, True])
+def test_the_layer_whose_input_is_zero_is_named(
+    model: nn.Module, title: str, is_clipped: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", monitors=("health",), every=1):
+        for _ in range(40):
+            optimizer.zero_grad()
+            for _ in range(2):  # accumulated
+                with torch.autocast("cpu", torch.bfloat16):
+                    output = model(torch.randn(16, 8))
+                nn.functional.cross_entropy(output, torch.randint(0, 3, (16,))).backward()
+            if is_clipped:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    reports = evaluate_rules(backlight.open_run(tmp_path / "run"))
+    titles = [finding.title for finding in reports if finding.rule == "no_gradient"]
+    assert titles == ([title] if title else [])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from backlight.monitors.health.model.parameters import (
 from backlight.records import Evidence, Finding, ParameterRecord, RunStatus, Severity, Subject
 from backlight.registry import rule
 from backlight.store.format.schema import REQUIRES_GRAD
-from backlight.store.read.run import Run
+from backlight.store.read.run import Frame, Run
 from backlight.text import count, percent
 
 
@@ -39,6 +40,14 @@ _FROZEN = _Reason(
     "If they should train, call `requires_grad_(True)` before the optimizer is created.",
     "requires_grad",
 )
+_WEIGHTED = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d"})
+"""Layers whose weight gets the products of its inputs with the gradients that its bias sums."""
+
+_PASSING = frozenset(
+    {"Dropout", "Dropout1d", "Dropout2d", "Flatten", "Identity", "MaxPool1d", "MaxPool2d", "AvgPool2d"}
+)
+"""Modules whose output is zero where their input is."""
+
 _OUTSIDE = _Reason(
     Severity.WARNING,
     "not in any watched optimizer, and no gradient reached them",
@@ -367,6 +376,14 @@ def _zero(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     shapes = {p.name: p.shape for p in run.parameters()}
     vectors = all(len(shapes[zeros.names[i]]) < 2 for i in dead)
     history = "earlier it was not" if alive_before else "no recorded step had another value"
+    starved = (
+        None if everything else _starved_layer(run, zeros, [zeros.names[i] for i in dead.tolist()], since)
+    )
+    if starved is not None:
+        steps = f"the last {int(streaks_P[worst])} recorded steps, since step {since}; {history}"
+        affected = phrases.share(len(dead), whole, "measured parameters")
+        yield starved.finding(steps, affected, since)
+        return
     yield Finding(
         severity=Severity.ERROR if everything else Severity.INFO if vectors else Severity.WARNING,
         title=(
@@ -393,6 +410,75 @@ def _zero(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
         fix=_fix_zero(name, [zeros.names[i] for i in dead.tolist()], vectors=vectors, everything=everything),
         refuted_if=f"a recorded step shows a non-zero gradient of `{name}`.",
     )
+
+
+@dataclass(frozen=True)
+class _StarvedLayer:
+    """A layer whose bias gets gradients and whose weight gets none: its input is zero for every sample.
+
+    ``activation`` is the module in front of it in a Sequential that can give zeros, with its class.
+    """
+
+    name: str
+    activation: str
+    evidence: tuple[Evidence, ...]
+
+    def finding(self, steps: str, affected: str, since: int) -> Finding:
+        claim = f"The input of `{self.name}` is zero for every sample"
+        return Finding(
+            severity=Severity.WARNING,
+            title=f"All units of {self.activation} are dead" if self.activation else claim,
+            detail=(
+                f"{claim}: its bias gets gradients, and `{self.name}.weight` exactly zero, in {steps}. "
+                f"What is in front of it is not trained through it. Gradients are exactly zero of {affected}."
+            ),
+            subject=Subject(parameter=f"{self.name}.weight", module=self.name, step=since),
+            evidence=self.evidence,
+            fix=(
+                "If a ReLU is in front of it, start biases at 0, lower the learning rate or the scale of the "
+                "inputs, normalise in front of the ReLU, or use LeakyReLU or GELU; else look for a mask or a "
+                "gate that is zero."
+            ),
+            refuted_if=f"some value of the input of `{self.name}` is not zero.",
+        )
+
+
+def _starved_layer(run: Run, zeros: Frame, dead: Collection[str], since: int) -> _StarvedLayer | None:
+    """Return the first layer whose input the gradients show to be zero.
+
+    That of its bias sums the gradients of its outputs, that of its weight their products with its inputs.
+    """
+    stored = run.fingerprint()
+    kinds = dict(stored.modules) if stored is not None else {}
+    rows = zeros.steps >= since
+    for weight in dead:
+        name = weight.removesuffix(".weight")
+        bias = f"{name}.bias"
+        if name == weight or kinds.get(name) not in _WEIGHTED or bias not in zeros.names:
+            continue
+        column = zeros.names.index(bias)
+        values = zeros.values[rows & zeros.measured[:, column], column]
+        size = math.prod(next(p.shape for p in run.parameters() if p.name == bias))
+        if bias not in dead and len(values) and (values < size).all():
+            step = int(zeros.steps[rows & zeros.measured[:, column]][-1])
+            evidence = Evidence(f"series/gradient/zeros/{bias}", step, int(values[-1]), f"zeros of {size}")
+            return _StarvedLayer(name, _activation_before(kinds, name), (evidence,))
+    return None
+
+
+def _activation_before(kinds: Mapping[str, str], name: str) -> str:
+    """Return the activation in front of a layer of a Sequential, whose order is that of its calls."""
+    parent, _, last = name.rpartition(".")
+    if kinds.get(parent) != "Sequential" or not last.isdecimal():
+        return ""
+    for number in range(int(last) - 1, -1, -1):
+        before = f"{parent}.{number}" if parent else str(number)
+        kind = kinds.get(before, "")
+        if "relu" in kind.lower():
+            return f"`{before}` ({kind})"
+        if kind not in _PASSING:
+            break
+    return ""
 
 
 def _fix_zero(worst: str, names: Sequence[str], *, vectors: bool, everything: bool) -> str:
