@@ -112,3 +112,37 @@ def test_example_workflow_runs(console_script: ConsoleScript, script: Path) -> N
         done = console_script(script, *arguments)
         assert done.returncode == 0, (line, done.stderr)
         assert done.stdout or "report" in line
+
+
+def test_facts_of_a_good_run_are_checked(console_script: ConsoleScript, script: Path) -> None:
+    assert console_script(script, "run", "--steps", "40", "--out", "good", "train.py").returncode == 0
+    against = ("check", "--recompute", "--against", "good")
+    done = console_script(script, *against, "train.py")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.search(r"All \d+ facts that held in good hold here\.", done.stdout)
+    done = console_script(script, *against, "--json", "train.py", "head")
+    assert done.returncode == 1, done.stderr
+    (held, *_) = json.loads(done.stdout)["contradicted"]
+    assert held == "parameters that an optimizer holds: here without 2.weight, 2.bias; there 4 parameters"
+    done = console_script(script, *against, "--format", "github", "train.py", "head")
+    assert done.returncode == 1, done.stderr
+    assert "title=against%3A contradicts the good run%3A parameters that an optimizer holds" in done.stdout
+
+
+def test_probe_that_a_project_accepts_fails_nothing(console_script: ConsoleScript, script: Path) -> None:
+    (script / "pyproject.toml").touch()
+    text = SCRIPT.replace("model(x)", "model(x) * 0 + y.new_zeros(32, 3)")
+    (script / "train.py").write_text(text)
+    done = console_script(script, "check", "--overfit-one-batch", "train.py")
+    assert done.returncode == 1, done.stderr
+    accept = "findings --accept check overfit --reason"
+    assert f'where it is meant to fail: backlight {accept} "..."' in done.stdout
+    done = console_script(script, *accept.split(), "a baseline that learns nothing")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "accepts that the probe overfit fails" in done.stdout
+    done = console_script(script, "check", "--overfit-one-batch", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "overfit        failed       accepted (a baseline that learns nothing): the loss" in done.stdout
+    done = console_script(script, "findings", "--accept", "check", "overfitt", "--reason", "x")
+    assert done.returncode == 2
+    assert "no probe 'overfitt'; did you mean 'overfit'?" in done.stderr

@@ -59,6 +59,11 @@ class ReferenceFact:
     setting: bool = False
 
     @property
+    def text(self) -> str:
+        """What is here and what is there."""
+        return f"{self.name}: here {self.here}; there {self.good}"
+
+    @property
     def word(self) -> str:
         """How the fact is marked in a table."""
         if self.holds is None:
@@ -325,7 +330,10 @@ def _norms(good: Sequence[Run], run: Run) -> Iterator[ReferenceFact]:
     for series, column, label in (
         ("gradient", "rms", "gradient rms"), ("update", "ratio", "update / weight"),
     ):  # fmt: skip
-        ratios, current = [_relative(each, series, column) for each in good], _relative(run, series, column)
+        # Gradients of a loss that has fallen are in other proportions.
+        until = min(each.last_step() for each in (*good, run))
+        ratios = [_relative(each, series, column, until) for each in good]
+        current = _relative(run, series, column, until)
         shared = [name for name in current if all(name in each for each in ratios)]
         usual = {name: [each[name] for each in ratios] for name in shared}
         usual = {name: values for name, values in usual.items() if min(values) > ROUNDING}
@@ -346,14 +354,14 @@ def _norms(good: Sequence[Run], run: Run) -> Iterator[ReferenceFact]:
         )
 
 
-def _relative(run: Run, series: str, column: str) -> dict[str, float]:
-    """Return the median of a column for each parameter, over that of the median parameter."""
+def _relative(run: Run, series: str, column: str, until: int) -> dict[str, float]:
+    """Return the median of a column up to a step for each parameter, over that of the median parameter."""
     if not run.has(series):
         return {}
     frame = run.frame(series, column)
     medians = {}
     for i, name in enumerate(frame.names):
-        values = frame.values[frame.measured[:, i], i]
+        values = frame.values[frame.measured[:, i] & (frame.steps <= until), i]
         values = values[np.isfinite(values)]
         if len(values):
             medians[name] = float(np.median(values))
@@ -376,8 +384,13 @@ def _range(values: Sequence[float] | Floats) -> str:
 
 def _findings(good: Sequence[Run], run: Run) -> Iterator[ReferenceFact]:
     usual = {finding.rule for each in good for finding in findings_of(each)}
+    monitors = {monitor for each in good for monitor in each.monitors}
     findings = separate_hints(findings_of(run))[0]
-    new = [f for f in findings if f.severity is not Severity.INFO and f.rule not in usual]
+    new = [
+        f
+        for f in findings
+        if f.severity is not Severity.INFO and f.rule not in usual and f.monitor in monitors
+    ]
     yield ReferenceFact(
         "findings",
         "none of these rules",
@@ -400,7 +413,7 @@ def answer(reference: Reference) -> Answer:
             verdict = verdict.replace(" do not ", " does not ")
     else:
         verdict = f"All {count(len(tested), 'fact')} that held in {runs} hold here."
-    facts = [f"{fact.name}: here {fact.here}; there {fact.good}" for fact in contradicted]
+    facts = [fact.text for fact in contradicted]
     settings = [f"{f.name} {f.good} / {f.here}" for f in reference.compared if f.setting and f.holds is False]
     facts += [f"chosen otherwise: {listed(settings, NAMED)}"] if settings else []
     columns = (

@@ -15,7 +15,7 @@ from backlight.diagnose.missing_gradients.reasons import MissingCause, MissingGr
 from backlight.diagnose.nan.tracer import NanOrigin, NanTracer
 from backlight.diagnose.probes.hints import HintOutcome, HintResult, hint_lines
 from backlight.diagnose.probes.observer import ProbeObserver
-from backlight.diagnose.probes.result import ProbeOutcome, ProbeResult
+from backlight.diagnose.probes.result import ProbeResult
 from backlight.records import Finding
 from backlight.text import count, listed
 from backlight.user_code import SourceLine
@@ -50,6 +50,7 @@ class Probes(ObservedScript):
     loss: float | None
     probes: Sequence[ProbeResult]
     hints: Sequence[HintResult]
+    contradicted: Sequence[str] | None  # facts of good runs; None without --against
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +158,7 @@ def probes_answer(
     code: int,
     findings: Sequence[Finding] | None,
     hints: Sequence[HintResult] = (),
+    contradicted: Sequence[str] | None = None,
 ) -> Answer:
     """Return the outcome of each probe; ``findings`` are those of watched steps, printed by their own.
 
@@ -165,12 +167,16 @@ def probes_answer(
     record = Probes(
         script=script, exit_code=code, notes=observer.notes, line=observer.line, loss=observer.loss,
         probes=observer.results, hints=[each for each in hints if each.is_shown],
+        contradicted=contradicted,
     )  # fmt: skip
     loss = "" if record.loss is None else f", loss {record.loss:.4g}"
     outcomes = Counter(result.outcome.value for result in record.probes)
-    failed = [result.probe.value for result in record.probes if result.outcome is ProbeOutcome.FAILED]
+    failed = [result.probe.value for result in record.probes if result.fails]
     verdict = f"{count(len(record.probes), 'probe')}: " + ", ".join(f"{n} {o}" for o, n in outcomes.items())
-    facts = [f"{result.probe.value:<14} {result.outcome.value:<12} {result.text}" for result in record.probes]
+    facts = []
+    for result in record.probes:
+        accepted = f"accepted ({result.accepted}): " if result.accepted else ""
+        facts.append(f"{result.probe.value:<14} {result.outcome.value:<12} {accepted}{result.text}")
     verdict = f"{verdict} ({', '.join(failed)} failed)" if failed else verdict
     if record.hints:
         confirmed = sum(each.outcome is HintOutcome.CONFIRMED for each in record.hints)
@@ -180,9 +186,13 @@ def probes_answer(
         verdict,
         record,
         (_at(f"first step{loss}", record.line), *facts),
-        notes=(*record.notes, *ended(code)),
+        notes=(*record.notes, *map(_how_to_accept, failed[:1]), *ended(code)),
         findings=None if findings is None else tuple(findings),
     )
+
+
+def _how_to_accept(probe: str) -> str:
+    return f'where it is meant to fail: backlight findings --accept check {probe} --reason "..."'
 
 
 def nan_answer(tracer: NanTracer, script: str, code: int) -> Answer:

@@ -22,6 +22,9 @@ from backlight.text import did_you_mean, listed
 from backlight.untrusted_files import read_text
 
 FILE = "pyproject.toml"
+CHECK = "check"
+"""The rule of an acceptance whose subject is a probe of ``backlight check``."""
+
 KEYS = ("rule", "subject", "reason")
 
 
@@ -44,6 +47,11 @@ class Acceptance:
     def covers(self, finding: Finding) -> bool:
         """Return whether a finding is accepted."""
         return finding.rule == self.rule and fnmatchcase(subject_of(finding), self.subject)
+
+
+def accepted_probes() -> dict[str, str]:
+    """Return why the project accepts that probes fail, by their names."""
+    return {entry.subject: entry.reason for entry in acceptances() if entry.rule == CHECK}
 
 
 def subject_of(finding: Finding) -> str:
@@ -151,6 +159,23 @@ def accept(findings: Sequence[Finding], rule: str, subject: str, reason: str) ->
         of_rule = [subject_of(each) or "*" for each in findings if each.rule == rule]
         near = did_you_mean(subject, of_rule) if of_rule else f"; there are: {listed(names) or 'none'}"
         raise AcceptanceError(f"--accept: no finding of {rule} is about {subject!r}{near}")
+    return _add(entry), len(covered)
+
+
+def accept_probe(name: str, probes: Sequence[str], reason: str) -> Path:
+    """Add an entry for a probe of ``check``, one of ``probes``, to the pyproject.toml; return the file.
+
+    Raises
+    ------
+    AcceptanceError
+        If there is no such probe, the reason is empty, or the file cannot take the entry.
+    """
+    if name not in probes:
+        raise AcceptanceError(f"--accept {CHECK}: no probe {name!r}{did_you_mean(name, probes)}")
+    return _add(_acceptance({"rule": CHECK, "subject": name, "reason": reason}, "--accept"))
+
+
+def _add(entry: Acceptance) -> Path:
     file = project_file() or Path.cwd() / FILE
     text = read_text(file) if file.is_file() else ""
     lines = [f"{key} = {json.dumps(value)}" for key, value in dataclasses.asdict(entry).items()]
@@ -161,4 +186,4 @@ def accept(findings: Sequence[Finding], rule: str, subject: str, reason: str) ->
     except AcceptanceError as error:
         raise AcceptanceError(f"{error}; add it by hand: {{{', '.join(lines)}}}") from None
     atomic_files.write(file.resolve(), text.encode())
-    return file, len(covered)
+    return file

@@ -21,6 +21,7 @@ from backlight.cli.options import (
     json_option,
     module_option,
     parse_fail_on,
+    readable_run,
     script_argument,
     script_json_option,
     store_option,
@@ -86,6 +87,13 @@ def _without_backward(script: str, code: int) -> Exception:
     type=click.IntRange(min=1),
     help="Optimizer steps to train under the default monitors; default: none.",
 )
+@click.option(
+    "--against",
+    multiple=True,
+    type=readable_run,
+    metavar="GOOD",
+    help="Good run whose facts the watched steps are checked against (repeatable).",
+)
 @store_option
 @script_json_option
 @click.option(
@@ -106,6 +114,7 @@ def check_script(
     one_batch: bool,
     recompute: bool,
     steps: int | None,
+    against: Sequence[Path],
     out: Path | None,
     as_json: bool,
     fail_on: str | None,
@@ -117,26 +126,35 @@ def check_script(
     steps are watched then, whose findings confirm or withdraw it. Replays the first step in a forked process
     before its backward, so that the script keeps its state. Runs every probe except --causal (does an output
     depend on later inputs?), or the probes that are named. With --steps N, the script then trains N steps,
-    and the findings are printed as well. --recompute alone lets the script train two steps and prints for
-    each checkpointed region its mode and line, in-place operations, state that differs between forward and
-    recomputation, attention inputs that are not contiguous, and parameters that its boundary cuts.
+    and the findings are printed as well. --against GOOD watches 10 steps, or N, and checks what held in a
+    run that is known to be good, as `backlight compare --against` does. --recompute alone lets the script
+    train two steps and prints for each checkpointed region its mode and line, in-place operations, state that
+    differs between forward and recomputation, attention inputs that are not contiguous, and parameters that
+    its boundary cuts.
     """
     from backlight.cli.watched_steps import WatchedSteps, split_fail_on
     from backlight.diagnose.explanations import probes_answer
     from backlight.diagnose.probes.hints import STEPS, ReachedLines, settle
     from backlight.diagnose.probes.observer import ProbeObserver
-    from backlight.diagnose.probes.result import Probe, ProbeOutcome
+    from backlight.diagnose.probes.result import Probe
+    from backlight.findings.accepted import accepted_probes
     from backlight.launch.observe import end_script
     from backlight.launch.reading.script_files import read_script
 
     if as_json and annotation is not None:
         raise click.BadParameter("--json and --format exclude one another")
-    if recompute and steps is None and out is None and not (causal or through_time or samples or one_batch):
+    if (
+        recompute
+        and steps is None
+        and out is None
+        and not against
+        and not (causal or through_time or samples or one_batch)
+    ):
         return _regions(context, script, fail_on, module=module, as_json=as_json)
     failing, finding_fails = split_fail_on(fail_on, list(Probe), watches=steps is not None)
     hints = read_script(script, module=module)
     is_asked = steps is not None
-    if steps is None and out is not None:
+    if steps is None and out is not None and not against:
         raise click.BadParameter("--out stores the steps that --steps asks for: add --steps")
     chosen = {
         Probe.FUTURE: causal, Probe.TARGETS: causal, Probe.THROUGH_TIME: through_time,
@@ -146,7 +164,7 @@ def check_script(
     probes = {probe for probe, is_chosen in chosen.items() if is_chosen}
     if not probes:
         probes = set(Probe) - {Probe.FUTURE, Probe.TARGETS}
-    if hints and steps is None:
+    if (hints or against) and steps is None:
         steps = STEPS
     observer = ProbeObserver(frozenset(probes), steps, end_script)
     watched = (
@@ -164,6 +182,19 @@ def check_script(
         recorded = None if watched is None else watched.result()
         listed = None if recorded is None else recorded[1]
         settled = settle(hints, listed, reached, observer.steps)
+        accepting = accepted_probes()
+        observer.results = [
+            replace(each, accepted=accepting.get(each.probe, "")) if each.fails else each
+            for each in observer.results
+        ]
+        reference = None
+        if against and recorded is not None:
+            from backlight.analysis.reference import answer as reference_answer
+            from backlight.analysis.reference import compare_with
+            from backlight.store.read.run import open_run
+
+            reference = compare_with([open_run(path) for path in against], recorded[0])
+        contradicted = None if reference is None else [fact.text for fact in reference.contradicted]
         failing = frozenset(Probe) if fail_on is None else failing
         if annotation is not None:
             from backlight.diagnose.probes.annotations import probe_annotations
@@ -171,15 +202,22 @@ def check_script(
 
             fails = finding_fails or (lambda _: False)
             steps_watched = None if recorded is None else run_annotations(*recorded, fails)
-            write(render(annotation, probe_annotations(observer, script, settled, failing, steps_watched)))
+            annotations = probe_annotations(
+                observer, script, settled, failing, steps_watched, contradicted or ()
+            )
+            write(render(annotation, annotations))
         else:
-            answer = probes_answer(observer, script, code, listed if as_json else None, settled)
+            answer = probes_answer(observer, script, code, listed if as_json else None, settled, contradicted)
             print_answer(answer, as_json=as_json, full=True)
+            if reference is not None and not as_json:
+                print_answer(reference_answer(reference), as_json=False, full=False)
         if recorded is not None and not is_quiet and (is_asked or listed):
             from backlight.report.terminal import print_findings
 
             print_findings(*recorded, make_console())
-    if any(result.outcome is ProbeOutcome.FAILED and result.probe in failing for result in observer.results):
+    if any(result.fails and result.probe in failing for result in observer.results):
+        return 1
+    if against and (contradicted is None or contradicted):
         return 1
     if finding_fails is not None and (recorded is None or any(map(finding_fails, recorded[1]))):
         return 1  # not measured is not healthy

@@ -100,10 +100,11 @@ def findings(
     """Print the findings of a run, and count its hints.
 
     With --format, findings selected by --fail-on (default: error) are marked as failures. Findings that the
-    pyproject.toml of the project accepts (--accept) fail nothing, and are printed with the reason.
+    pyproject.toml of the project accepts (--accept) fail nothing, and are printed with the reason. --accept
+    check PROBE accepts that a probe of `backlight check` fails.
     """
+    from backlight.findings.accepted import CHECK, accept_probe, acceptances
     from backlight.findings.accepted import accept as add_acceptance
-    from backlight.findings.accepted import acceptances
     from backlight.findings.evaluate import findings_of, parse_fail_on
     from backlight.report.terminal import print_findings
     from backlight.store.read.run import open_run
@@ -117,6 +118,11 @@ def findings(
             '--accept and --reason belong together: --accept RULE SUBJECT --reason "..."'
         )
     acceptances()  # what cannot be read is an error here
+    if accept is not None and reason is not None and accept[0] == CHECK:
+        from backlight.diagnose.probes.result import Probe
+
+        write(f"{accept_probe(accept[1], list(Probe), reason)}: accepts that the probe {accept[1]} fails")
+        return 0
     run = open_run(given_or_latest(path))
     if accept is not None and reason is not None:
         file, covered = add_acceptance(findings_of(run), *accept, reason)

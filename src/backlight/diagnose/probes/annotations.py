@@ -20,10 +20,12 @@ def probe_annotations(
     hints: Sequence[HintResult],
     failing: Collection[str],
     watched: Annotations | None = None,
+    contradicted: Sequence[str] = (),
 ) -> Annotations:
     """Return the annotations of ``check``: one case per probe, then those of the ``watched`` steps.
 
-    A hint that the run has confirmed is among the findings of the steps, with its line.
+    ``contradicted`` are facts of good runs that do not hold. A hint that the run has confirmed is among the
+    findings of the steps, with its line.
     """
     line = observer.line
     place = location(script, None) if line is None else location(line.path, line.number)
@@ -31,9 +33,9 @@ def probe_annotations(
         Claim(
             name=result.probe.value, group=GROUP,
             title=f"the probe {result.probe.value} {result.outcome.value}",
-            severity=Severity.ERROR if result.outcome is ProbeOutcome.FAILED else Severity.INFO,
-            text=result.text, place=place, identity=result.probe.value,
-            is_failure=result.outcome is ProbeOutcome.FAILED and result.probe in failing,
+            severity=Severity.ERROR if result.fails else Severity.INFO,
+            text=result.text, place=place, identity=result.probe.value, accepted=result.accepted,
+            is_failure=result.fails and result.probe in failing,
         )
         for result in observer.results
         if result.outcome in {ProbeOutcome.FAILED, ProbeOutcome.UNDECIDED}
@@ -48,10 +50,19 @@ def probe_annotations(
         for each in hints
         if each.is_shown and each.outcome is HintOutcome.NOT_CONFIRMED
     ]  # fmt: skip
+    claims += [
+        Claim(
+            name="against", group=GROUP, title=f"contradicts the good run: {text.partition(':')[0]}",
+            severity=Severity.ERROR, text=text, is_failure=True, place=place, identity=text.partition(":")[0],
+        )
+        for text in contradicted
+    ]  # fmt: skip
     skipped = {r.probe.value: r.text for r in observer.results if r.outcome is ProbeOutcome.NOT_PROBED}
     cases = {r.probe.value: (GROUP, skipped.get(r.probe.value, "")) for r in observer.results}
-    failed = sum(claim.is_failure for claim in claims)
+    failed = sum(claim.is_failure and claim.name in cases for claim in claims)
     verdict = f"{count(len(observer.results), 'probe')}, {failed:,} failed"
+    if contradicted:
+        verdict += f", {count(len(contradicted), 'fact')} of good runs contradicted"
     notes = [*observer.notes, *(f"not probed: {name}: {reason}" for name, reason in skipped.items())]
     if watched is None:
         return Annotations(

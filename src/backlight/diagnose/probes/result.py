@@ -34,8 +34,14 @@ class ProbeOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The outcome of a probe, and the measurement or the reason behind it."""
+    """The outcome of a probe, the measurement or the reason behind it, and why the project accepts it."""
 
     probe: Probe
     outcome: ProbeOutcome
     text: str
+    accepted: str = ""
+
+    @property
+    def fails(self) -> bool:
+        """Whether it has failed, and the project does not accept that."""
+        return self.outcome is ProbeOutcome.FAILED and not self.accepted
