@@ -7,6 +7,7 @@ TRUE = {
     ("PyTorch-Tutorial 504_batch_normalization", "no_gradient"): (
         "the net without norms holds `bn_input`, which forward calls only with norms (lines 57, 79)"
     ),
+    ("TRL gkd", "no_gradient"): "the data of the bench give student and teacher the same weights: no loss",
     ("nlp-tutorial BERT", "trained_tensors"): "attention makes its output layer and norm in every forward",
     ("PyTorch-GAN acgan", "loss_input"): "softmax, then CrossEntropyLoss",
     ("PyTorch-GAN infogan", "loss_input"): "softmax, then CrossEntropyLoss",

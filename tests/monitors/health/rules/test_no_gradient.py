@@ -192,3 +192,48 @@ def test_a_head_that_stays_behind_when_parts_are_taken_is_none(
     titles = [f.title for f in evaluated(run, "no_gradient")]
     assert len(titles) == (not takes_parts)
     assert all("head.weight" in title and "never received" in title for title in titles)
+
+
+class BertPooler(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.dense(x))
+
+
+class BertModel(nn.Module):
+    """A pretrained model that calls its pooler, whatever the loss uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.pooler = nn.Linear(6, 6), BertPooler()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = self.encoder(x)
+        return tokens, self.pooler(tokens)
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert, self.pooler, self.head = BertModel(), BertPooler(), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.bert(x)[0])
+
+
+def test_pooler_of_a_pretrained_model_is_a_note_and_one_of_the_script_is_not(
+    tmp_path: Path, evaluated: Any
+) -> None:
+    model = Tagger()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with backlight.watch(model, optimizer, run=tmp_path / "run", every=1, quiet=True, monitors="health"):
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            optimizer.step()
+    findings = evaluated(backlight.open_run(tmp_path / "run"), "no_gradient")
+    severities = {f.subject.parameter: f.severity for f in findings}
+    assert severities == {"bert.pooler.dense.weight": Severity.INFO, "pooler.dense.weight": Severity.WARNING}

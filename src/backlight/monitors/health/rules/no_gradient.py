@@ -70,6 +70,13 @@ _UNUSED = _Reason(
     "group",
 )
 
+_POOLER = _Reason(
+    Severity.INFO,
+    "in an optimizer, and the loss does not use the output of this pooler of a pretrained model",
+    "Nothing has to be done: `add_pooling_layer=False` builds the model without it.",
+    "group",
+)
+
 
 @dataclass(frozen=True)
 class NoGradientLimits(MembershipLimits):
@@ -150,11 +157,14 @@ def _missing(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     records = run.parameters()
     missing = [p for p in records if p.name not in seen and p.numel > 0 and not _waits(p, run)]
     missing = [p for p in missing if p.group or not _gave_its_parts(p, records)]
-    reported, since = _reported(run), _unfrozen(run)
+    reported, since, kinds = _reported(run), _unfrozen(run), _module_kinds(run)
     has_groups = any(p.group for p in records)
     by_reason: dict[tuple[_Reason, int], list[ParameterRecord]] = {}
     for record in missing:
-        case = (_reason(record, reported, has_groups), since.get(record.name, 0))
+        reason = _reason(record, reported, has_groups)
+        if reason is _UNUSED and _is_in_pooler(record, kinds):
+            reason = _POOLER
+        case = (reason, since.get(record.name, 0))
         by_reason.setdefault(case, []).append(record)
     # While a run goes on, a branch may still be used; once it has ended, every step counts.
     needed = limits.no_gradient_steps if run.status is RunStatus.RUNNING else 1
@@ -291,9 +301,27 @@ def _gave_its_parts(record: ParameterRecord, records: Sequence[ParameterRecord])
 
 def _has_adapters(run: Run) -> bool:
     """Return whether adapters of PEFT are trained in a model, all of which they freeze."""
+    return any(name.rpartition(".")[2] == "base_layer" for name in _module_kinds(run))
+
+
+def _module_kinds(run: Run) -> dict[str, str]:
+    """Return the names of the classes of all modules, by the name of the module."""
     fingerprint = run.fingerprint()
-    modules = () if fingerprint is None else fingerprint.modules
-    return any(name.rpartition(".")[2] == "base_layer" for name, _ in modules)
+    return {} if fingerprint is None else dict(fingerprint.modules)
+
+
+def _is_in_pooler(record: ParameterRecord, kinds: Mapping[str, str]) -> bool:
+    """Return whether a parameter is of the pooler of a model of transformers, as `BertPooler` of `BertModel`.
+
+    The model always calls it, and losses on tokens, or on their mean, do not use what it returns.
+    """
+    name = record.module
+    while name:
+        holder, kind = name.rpartition(".")[0], kinds.get(name, "")
+        if kind.endswith("Pooler") and kinds.get(holder) == f"{kind.removesuffix('Pooler')}Model":
+            return True
+        name = holder
+    return False
 
 
 def _waits(record: ParameterRecord, run: Run) -> bool:
@@ -448,9 +476,7 @@ def _starved_layer(run: Run, zeros: Frame, dead: Collection[str], since: int) ->
 
     That of its bias sums the gradients of its outputs, that of its weight their products with its inputs.
     """
-    stored = run.fingerprint()
-    kinds = dict(stored.modules) if stored is not None else {}
-    rows = zeros.steps >= since
+    kinds, rows = _module_kinds(run), zeros.steps >= since
     for weight in dead:
         name = weight.removesuffix(".weight")
         bias = f"{name}.bias"
