@@ -7,6 +7,7 @@ above what it held before the call, as the kernel counts it. It also measures ex
 ``wandb.watch`` does for its histograms, and the cost of the update ratio, which has a pass of its own.
 
     OMP_WAIT_POLICY=PASSIVE python bench/measure.py --threads 1 4
+    OMP_WAIT_POLICY=PASSIVE python bench/measure.py --first [--small] --threads 1
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+import backlight
+from backlight.measure.stats.compiled_rows import COMPILED_ROWS
 from backlight.measure.stats.histogram import histogram
 from backlight.measure.stats.kernels import SCRATCH
 from backlight.measure.stats.statistics import statistics, why_not_compiled
@@ -200,6 +203,40 @@ def table_for(
     return table
 
 
+def first_calls(small: bool) -> None:
+    """Print the seconds of this thread of the first calls of ``collect`` in a process, and of those after."""
+    gradients = [torch.randn(shape).mul_(1e-3) for shape in (million() if small else gpt2_small())]
+    parameters = [torch.nn.Parameter(torch.empty_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    calls: dict[str, Method] = {
+        FOREACH: lambda: torch._foreach_norm(gradients),
+        "collect": lambda: backlight.collect(parameters),
+        "collect().result()": lambda: backlight.collect(parameters).result(),
+    }
+
+    def seconds(name: str, count: int) -> list[float]:
+        took = []
+        for _ in range(count):
+            begin = time.thread_time()
+            calls[name]()
+            took.append(time.thread_time() - begin)
+        return took
+
+    seconds(FOREACH, 3)
+    backlight.collect([])  # imports
+    first = seconds("collect().result()", 7)
+    reference = stdlib_statistics.median(seconds(FOREACH, 7))
+    while why_not_compiled() == "" and not COMPILED_ROWS.is_ready():
+        time.sleep(0.01)
+    rounds = [{name: seconds(name, 1)[0] for name in calls} for _ in range(200 if small else 9)]
+    later = {name: stdlib_statistics.median(one[name] for one in rounds) for name in calls}
+    ratios = ", ".join(f"{took / reference:.1f}" for took in first)
+    print(f"{len(gradients)} tensors, over one {FOREACH} ({1e3 * reference:.2f} ms of this thread):")
+    print(f"  first calls of collect().result(): {ratios}; mean {sum(first) / 7 / reference:.2f}")
+    print(*(f"  then {name}: {later[name] / later[FOREACH]:.2f}" for name in list(calls)[1:]), sep="\n")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -210,7 +247,12 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--small", action="store_true", help="the model of a million only")
+    parser.add_argument("--first", action="store_true", help="the first calls of collect, and nothing else")
     options = parser.parse_args()
+    if options.first:
+        torch.set_num_threads(options.threads[0])
+        first_calls(options.small)
+        return 0
     console = Console()
     dtype = getattr(torch, options.dtype)
     for threads in options.threads:

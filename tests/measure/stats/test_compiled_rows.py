@@ -313,3 +313,28 @@ def test_in_its_own_process(case, tmp_path):
         while time.monotonic() < deadline and os.path.exists(f"/proc/{int(ended.stdout)}"):  # noqa: PTH110
             time.sleep(0.05)
         assert time.monotonic() < deadline
+
+
+def test_background_tier_compiles_at_once_and_changes_over_within_a_pass(rows, monkeypatch):
+    monkeypatch.setattr(rows, "request", lambda: requested.append(True))
+    requested = []
+    tensors = [torch.randn(300), torch.randn(2**18), torch.randn(7).bfloat16()]
+    statistics(tensors[:1], tier="background")
+    statistics(tensors, tier="auto")
+    assert requested == []
+    monkeypatch.setattr(module, "_PART", 2**17)
+    parts = []
+    monkeypatch.setattr(rows, "is_ready", lambda: len(parts) > 1 or bool(parts.append(1)))
+    measured = []
+    monkeypatch.setattr(rows, "measure", lambda values: measured.append(len(values)) or by_hand(values))
+    two = [torch.randn(2**17), torch.randn(2**17 + 1)]
+    found = statistics(two, tier="background")
+    assert requested == [True]
+    assert measured == [1]  # the second one, after an eager first
+    assert_same(found, statistics(two, tier="eager"))
+
+
+def by_hand(values):
+    wide = [value.double() for value in values]
+    numbers = [[v.norm(), v.abs().max(), v.sum(), (v != 0).sum()] for v in wide]
+    return torch.tensor(numbers, dtype=torch.float64), [1] * len(values)

@@ -19,9 +19,9 @@ from backlight.measure.stats.packed_matrices import add_duplicates, chunks, matr
 def test_dense_memory_is_viewed(tensor):
     values, times = stored(tensor)
     assert times == 1
-    assert values.dim() == 1
+    assert values.is_contiguous()
     assert values.data_ptr() == tensor.data_ptr()
-    assert sorted(values.tolist()) == sorted(tensor.flatten().tolist())
+    assert sorted(values.flatten().tolist()) == sorted(tensor.flatten().tolist())
 
 
 def test_repeated_memory_is_read_once():

@@ -48,8 +48,8 @@ def is_host(device: torch.device) -> bool:
 def stored(tensor: Tensor) -> Stored:
     """Return the stored values of a strided or sparse tensor; integers raise TypeError.
 
-    They are a view of its memory, with one dimension for a dense tensor in any permutation, except for an
-    uncoalesced sparse tensor, whose duplicates are added first.
+    They are a contiguous view of its memory for a dense tensor in any permutation, except for an uncoalesced
+    sparse tensor, whose duplicates are added first.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def stored(tensor: Tensor) -> Stored:
     if tensor.layout is not torch.strided:
         tensor = _stored_sparse(tensor)
     if tensor.is_contiguous():
-        return Stored(tensor if tensor.dim() == 1 else tensor.view(-1))
+        return Stored(tensor)
     times = 1
     for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if stride == 0 and size > 1:
@@ -123,8 +123,8 @@ def chunks(values: Tensor, size: int) -> Iterator[Tensor]:
         return
     if scalars <= size:
         yield values.reshape(-1)
-    elif values.dim() == 1 and values.is_contiguous():
-        yield from torch.split(values, size)
+    elif values.is_contiguous():
+        yield from torch.split(values.view(-1), size)
     else:
         longest = max(range(values.dim()), key=values.shape.__getitem__)
         for part in values.chunk(-(-scalars // size), longest):

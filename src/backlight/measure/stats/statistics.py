@@ -8,7 +8,7 @@ device is only given work; the host joins the rows after their one copy. docs/fo
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -27,7 +27,13 @@ from backlight.measure.transfer import Arrays, HostParts, PendingArrays, Transfe
 COLUMNS = ("norm", "max_abs", "sum", "nonzero", "nan", "inf")
 """Numbers per row, in the order in which they are copied to the host."""
 
-Tier = Literal["auto", "eager", "compiled"]
+Tier = Literal["auto", "eager", "background", "compiled"]
+
+_WORTHWHILE = 2**18
+"""Scalars from which a pass that is called by hand is compiled at its first call."""
+
+_PART = 2**23
+"""Scalars that are measured eagerly before a look whether the compiled pass is there."""
 
 
 def statistics(
@@ -47,8 +53,9 @@ def statistics(
     tier
         ``"eager"`` uses torch's own operations. ``"auto"`` starts eagerly and requests a compiled pass: over
         tensors on the host once the eager work of this process has cost as much as compiling would, over
-        those on a device at once. What is compiled serves from the call after it is there. ``"compiled"``
-        waits for it (eager where it fails, see :func:`why_not_compiled`).
+        those on a device at once. What is compiled serves as soon as it is there. ``"background"`` requests
+        it at once for tensors on the host as well, unless they are small; ``"compiled"`` waits for it (eager
+        where it fails, see :func:`why_not_compiled`).
     scale
         Divisor of all values, for example a loss scale. The results are divided, not the tensors; a tensor
         on a device is copied to the host with the results.
@@ -88,12 +95,15 @@ def statistics(
                 continue
             if tier == "compiled":
                 compiled.wait()
-            if compiled.is_ready():
-                table.eager(table.compiled(owned, compiled))
-            else:
-                begin = clock.thread_time()
-                table.eager(owned)
-                compiled.spend(clock.thread_time() - begin)
+            elif tier == "background" and sum(values.numel() for _, values in owned) >= _WORTHWHILE:
+                compiled.request()
+            for part in [owned] if compiled.is_ready() else _parts(owned):
+                if compiled.is_ready():
+                    table.eager(table.compiled(part, compiled))
+                else:
+                    begin = clock.thread_time()
+                    table.eager(part)
+                    compiled.spend(clock.thread_time() - begin)
         for device, table in tables.items():
             table.count_non_finite(
                 [pair for kind, owned in kinds.items() if kind[0] == device for pair in owned]
@@ -112,6 +122,20 @@ def statistics(
         return _join(np.array(shares, dtype=np.int64).reshape(-1, 2), rows, divisor)
 
     return PendingArrays(transfers, finish)
+
+
+def _parts(owned: Owned) -> Iterator[Owned]:
+    """Yield values in runs of at least :data:`_PART` scalars."""
+    part: Owned = []
+    scalars = 0
+    for pair in owned:
+        part.append(pair)
+        scalars += pair[1].numel()
+        if scalars >= _PART:
+            yield part
+            part, scalars = [], 0
+    if part:
+        yield part
 
 
 def why_not_compiled() -> str:

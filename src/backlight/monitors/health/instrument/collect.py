@@ -22,9 +22,8 @@ from backlight.findings.limits import merge_overrides, with_overrides
 from backlight.measure.stats.kernels import root_sum_squares
 from backlight.measure.stats.statistics import statistics
 from backlight.measure.transfer import PendingArrays as Measured
-from backlight.monitors.health.model.history import finite_median
 from backlight.monitors.health.model.parameters import members, ratio
-from backlight.monitors.health.model.score import ScoreLimits, health
+from backlight.monitors.health.model.score import ScoreLimits, health, usual
 from backlight.monitors.health.model.score import vanishing as vanishing_mask
 from backlight.series import GRADIENT
 
@@ -156,20 +155,12 @@ class Pending:
         measured = count["measured"] > 0
         size = np.where(count["numel"] > 0, count["numel"], 1)
         rms, mean = norm / np.sqrt(size), total / size
-        values = tuple(
-            TensorValues(
-                name,
-                True,
-                float(norm[i]),
-                float(rms[i]),
-                float(max_abs[i]),
-                float(mean[i]),
-                *(int(count[c][i]) for c in ("numel", "zeros", "nan", "inf")),
-            )
-            if measured[i]
-            else TensorValues(name, False)
-            for i, name in enumerate(self._names)
-        )
+        rows = zip(
+            self._names, measured.tolist(), norm.tolist(), rms.tolist(), max_abs.tolist(), mean.tolist(),
+            *(count[c].tolist() for c in ("numel", "zeros", "nan", "inf")),
+            strict=True,
+        )  # fmt: skip
+        values = tuple(TensorValues(*row) if row[1] else TensorValues(row[0], False) for row in rows)
         bad = measured & (count["nan"] + count["inf"] > 0)
         whole = float(root_sum_squares(norm[measured])) if measured.any() else math.nan
         vanishes, explodes = self._marks(norm, rms, measured, whole)
@@ -193,11 +184,11 @@ class Pending:
         """Return which gradients vanish and which explode."""
         limits = self._limits
         relative = dataclasses.replace(self._score, vanishing_relative=limits.relative_vanishing)
-        usual = finite_median(np.where(measured_P & (rms_P > 0), rms_P, np.nan))
+        median = usual(rms_P, measured_P)
         most = self._score.exploding_clip_factor * self._clip_norm
         with np.errstate(invalid="ignore", over="ignore"):
-            vanishes_P = (norm_P < limits.vanishing) | vanishing_mask(rms_P, measured_P, relative)
-            explodes_P = (norm_P > limits.exploding) | (rms_P > limits.relative_exploding * usual)
+            vanishes_P = (norm_P < limits.vanishing) | vanishing_mask(rms_P, measured_P, relative, median)
+            explodes_P = (norm_P > limits.exploding) | (rms_P > limits.relative_exploding * median)
             if whole > most:
                 explodes_P |= norm_P * math.sqrt(measured_P.sum()) > most
         return measured_P & vanishes_P, measured_P & explodes_P
@@ -350,4 +341,5 @@ def _start(
     score = with_overrides(ScoreLimits, merge_overrides("health", overrides=thresholds))
     grads = [None if t.grad is None else local(t.grad) for _, t in named]
     limit = math.nan if clip_norm is None else float(clip_norm)
-    return Pending(tuple(name for name, _ in named), statistics(grads), groups, limits, score, limit)
+    measuring = statistics(grads, tier="background")  # who measures by hand does so at every step
+    return Pending(tuple(name for name, _ in named), measuring, groups, limits, score, limit)

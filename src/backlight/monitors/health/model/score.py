@@ -99,14 +99,21 @@ class ScoreLimits(VanishingMaskLimits, ExplodingMaskLimits):
     )
 
 
-def vanishing(rms: Floats, measured: Bools, limits: VanishingMaskLimits) -> Bools:
+def usual(rms: Floats, measured: Bools) -> Floats:
+    """Return the median rms of the measured parameters whose gradient is not zero everywhere."""
+    return finite_median(np.where(measured & (rms > 0), rms, np.nan))
+
+
+def vanishing(
+    rms: Floats, measured: Bools, limits: VanishingMaskLimits, median: Floats | None = None
+) -> Bools:
     """Mark the parameters whose gradient vanishes; parameters are the last axis.
 
-    An rms vanishes below ``vanishing_rms`` and below ``vanishing_relative`` times the median over the
-    measured parameters whose gradient is not zero everywhere. An exact zero always does: were it evaluated
-    by the median, a model of which more than half is dead would have nothing that vanishes.
+    An rms vanishes below ``vanishing_rms`` and below ``vanishing_relative`` times the ``median``, by default
+    that of :func:`usual`. An exact zero always does: were it evaluated by the median, a model of which more
+    than half is dead would have nothing that vanishes.
     """
-    median = finite_median(np.where(measured & (rms > 0), rms, np.nan))[..., None]
+    median = (usual(rms, measured) if median is None else median)[..., None]
     with np.errstate(invalid="ignore"):  # comparisons with NaN are False, as wanted
         small = (rms < limits.vanishing_rms) & (rms < limits.vanishing_relative * median)
     return np.asarray(measured & (small | (rms == 0)), dtype=np.bool_)
