@@ -16,7 +16,7 @@ from torch.nn import functional
 
 import backlight
 from backlight.monitors.grokking.instrument.gram.checks import GramError
-from backlight.monitors.grokking.instrument.probe_batch import KernelSeries, sample_influences
+from backlight.monitors.grokking.instrument.probe_batch import SHOWN, KernelSeries, influences
 from backlight.monitors.grokking.panels.influence import influence, summed_influences, tangent_kernel
 from backlight.report.panel import Drawn, NotMeasured
 from backlight.report.source import Source
@@ -33,7 +33,9 @@ def test_influences_add_up_to_the_drop_of_a_small_step(rates: tuple[float, float
         ]
         return torch.optim.SGD(groups)
 
-    found = sample_influences(model, summed, probe, held_out, [sgd(model, 1.0)])
+    pairs = influences(model, summed, probe, held_out, [sgd(model, 1.0)])
+    assert pairs.shape == (6, 9)
+    found = pairs.mean(1)
     for left_out in (None, 4):
         tiny, moved = 1e-6, copy.deepcopy(model)
         weights = torch.ones(6, dtype=torch.float64)
@@ -44,11 +46,15 @@ def test_influences_add_up_to_the_drop_of_a_small_step(rates: tuple[float, float
         sgd(moved, tiny).step()
         drop = float((summed(model, held_out) - summed(moved, held_out)).detach()) / 9 / tiny
         assert float(weights @ found) == pytest.approx(drop, rel=1e-4)
+        for m in range(3):
+            single = held_out[0][m : m + 1], held_out[1][m : m + 1]
+            drop = float((summed(model, single) - summed(moved, single)).detach()) / tiny
+            assert float(weights @ pairs[:, m]) == pytest.approx(drop, rel=1e-4, abs=1e-8)
 
 
 def test_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(GramError, match="no optimizer holds a parameter of the model"):
-        sample_influences(net(), summed, batch(4), batch(4), [torch.optim.SGD(net().parameters())])
+        influences(net(), summed, batch(4), batch(4), [torch.optim.SGD(net().parameters())])
 
 
 class Kept:
@@ -121,6 +127,14 @@ def test_watched_run_holds_influences_and_its_weights_are_unchanged(tmp_path: Pa
     assert isinstance(drawn, Drawn)
     best = drawn.facts[0].value.split(" ")[0]
     assert int(best) == int(total.argmax())
+    pairs = summed_influences(run, "influence/pairs")
+    assert pairs is not None
+    assert pairs.shape == (6, min(9, SHOWN))
+    assert pairs.mean(1) == pytest.approx(total, rel=1e-5)
+    fact = drawn.facts[2]
+    m = int(fact.label.rpartition(" ")[2])
+    assert m == int(np.abs(pairs.sum(0)).argmax())
+    assert fact.value.partition("most by ")[2].startswith(f"{np.abs(pairs[:, m]).argmax()} (")
     assert isinstance(tangent_kernel(Source(run, ())), Drawn)
 
 

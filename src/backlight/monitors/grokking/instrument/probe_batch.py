@@ -27,18 +27,22 @@ if TYPE_CHECKING:
     from backlight.monitors.grokking.settings import Measures
 
 
-def sample_influences(
+SHOWN = 16
+"""Held-out samples whose own influences are recorded: the first ones."""
+
+
+def influences(
     model: nn.Module,
     sample_loss: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     held_out: Any,
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Tensor:
-    """Return how much each of N samples lowers the mean held-out loss in one step, float64 ``[N]``.
+    """Return how much each of N samples lowers each of M held-out losses in one step, float64 ``[N, M]``.
 
-    ``<g_n, D g'> / N``, with the mean gradient ``g'`` of the held-out batch and the learning rates D of the
-    optimizers: to first order their sum is the drop in a step of gradient descent on the mean loss of the
-    batch. docs/formulas.md, section 3.
+    ``<g_n, D g'_m> / N``, with the gradients ``g'_m`` of the held-out samples and the learning rates D of the
+    optimizers: to first order the sum over n is the drop in a step of gradient descent on the mean loss of
+    the batch. docs/formulas.md, section 3.
 
     Raises
     ------
@@ -60,11 +64,11 @@ def sample_influences(
     is_one = len(of) == len(trainable) and len(set(of.values())) == 1
     kernel = gram(model, sample_loss, batch, against=held_out, detail="model" if is_one else "parameter")
     total = (
-        next(iter(of.values())) * kernel.influence()
+        next(iter(of.values())) * kernel.cross()
         if is_one
-        else torch.stack([rate * kernel.influence(f"parameter/{name}") for name, rate in of.items()]).sum(0)
+        else torch.stack([rate * kernel.cross(f"parameter/{name}") for name, rate in of.items()]).sum(0)
     )
-    return total / (len(total) * kernel.against)
+    return total / len(total)
 
 
 def record_influences(
@@ -78,19 +82,24 @@ def record_influences(
     *,
     arrays: bool,
 ) -> None:
-    """Record sums of the influences by sign, the mean held-out loss, and with ``arrays`` the influences."""
-    influences = sample_influences(model, sample_loss, batch, held_out, optimizers).cpu()
+    """Record sums of the influences by sign, the mean held-out loss, and with ``arrays`` the influences.
+
+    These are ``[N]`` on the mean held-out loss, and ``[N, M]`` on those of the first :data:`SHOWN` samples.
+    """
+    pairs = influences(model, sample_loss, batch, held_out, optimizers).cpu()
+    on_mean = pairs.mean(1)
     with preserve_state(model), torch.no_grad():
         loss = float(sample_loss(model, held_out)) / inputs.count(held_out)
     values = {
-        "drop": float(influences.sum()),
-        "lowering": float(influences.clamp(min=0).sum()),
-        "raising": float(influences.clamp(max=0).sum()),
+        "drop": float(on_mean.sum()),
+        "lowering": float(on_mean.clamp(min=0).sum()),
+        "raising": float(on_mean.clamp(max=0).sum()),
         "held_out_loss": loss,
     }
     recorder.scalars(step, {f"influence/{name}": value for name, value in values.items()})
     if arrays:
-        record_array(recorder, "influence/samples", step, influences, ("sample",))
+        record_array(recorder, "influence/samples", step, on_mean, ("sample",))
+        record_array(recorder, "influence/pairs", step, pairs[:, :SHOWN].float(), ("sample", "held_out"))
 
 
 ROWS = 1024

@@ -20,18 +20,19 @@ LISTED = 8
 NO_HELD_OUT = "No held-out batch was given: watch(..., samples=(loss_fn, batch, held_out))."
 
 
-def summed_influences(run: Run) -> NDArray[np.float64] | None:
+def summed_influences(run: Run, array: str = "influence/samples") -> NDArray[np.float64] | None:
     """Return the influence of each sample of a fixed probe batch, summed over the steps of the run, ``[N]``.
 
-    Between two measured steps it is interpolated. None where it was measured at fewer than two steps, or the
-    batch changes from one to the next.
+    Of ``influence/pairs`` it is ``[N, M]``, on each of the first held-out samples. Between two measured steps
+    it is interpolated. None where it was measured at fewer than two steps, or the batch changes from one to
+    the next.
     """
     announced = run.events("influence")
     if not announced or not all(event.payload.get("is_fixed") is True for event in announced):
         return None
-    if "influence/samples" not in run.array_names():
+    if array not in run.array_names():
         return None
-    steps, values = run.array("influence/samples")
+    steps, values = run.array(array)
     if len(steps) < 2 or len({value.shape for value in values}) > 1:
         return None
     total: NDArray[np.float64] = np.trapezoid(np.stack(values).astype(np.float64), steps, axis=0)
@@ -68,7 +69,9 @@ def influence(source: Source) -> Drawn | NotMeasured:
     if total is None:
         reason = "The probe batch changes, or was measured once: its samples have no sum over the run."
         return Drawn("lines", {"charts": charts}, (), (reason,))
-    return Drawn("lines", {"charts": charts}, _facts(total, _rows(source.run, len(total))))
+    names, pairs = _rows(source.run, len(total)), summed_influences(source.run, "influence/pairs")
+    facts = _facts(total, names) if pairs is None else (*_facts(total, names), *_pair_facts(pairs, names))
+    return Drawn("lines", {"charts": charts}, facts)
 
 
 def _rows(run: Run, count: int) -> list[int]:
@@ -89,6 +92,17 @@ def _facts(total: NDArray[np.float64], names: Sequence[int]) -> tuple[PanelFact,
         PanelFact("samples that lower it most", lowering),
         PanelFact("samples that raise it most", raising),
     )
+
+
+def _pair_facts(total_NM: NDArray[np.float64], names: Sequence[int]) -> tuple[PanelFact, ...]:
+    """Return which samples moved the losses of the held-out samples whose loss moved most."""
+    facts = []
+    for m in np.argsort(-np.abs(total_NM.sum(0)), kind="stable")[:LISTED]:
+        order = np.argsort(-np.abs(total_NM[:, m]), kind="stable")[:3]
+        moved = ", ".join(f"{names[n]} ({number(float(-total_NM[n, m]))})" for n in order)
+        change = number(float(-total_NM[:, m].sum()))
+        facts.append(PanelFact(f"loss of held-out sample {m}", f"moved by {change}, most by {moved}"))
+    return tuple(facts)
 
 
 @panel(
