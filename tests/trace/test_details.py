@@ -7,6 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,37 @@ def test_rates_of_operators_copies_and_collectives(analysed: Analyse) -> None:
     (collective,) = found.collective_rates
     assert (collective.name, collective.ranks, collective.bytes) == ("allreduce", 4, 2_000_000)
     assert collective.bus == pytest.approx(2 * 3 / 4 * 2_000_000 / 100_000)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H200", "Some accelerator", ""])
+def test_roofline_of_operators_with_known_work(name: str, tmp_path: Path) -> None:
+    """512 x 1024 by 1024 x 256 in 1 us: 268 TFLOP/s of 989, and 1.8 TB/s of 4.8."""
+    builder = TraceBuilder()
+    builder.step(1, 0, 1000)
+    operands: dict[str, list[Any]] = {"Input Dims": [[512, 1024], [1024, 256]]}
+    for number, kind in enumerate(("c10::BFloat16", "c10::BFloat16", "float")):
+        at = 100 * number
+        builder.operator("aten::mm", at + 10, 20, **operands, **{"Input type": [kind, kind]})
+        builder.kernel("gemm", at + 15, at + 40, 1)
+    wide = {"Input Dims": [[512, 1024], [512, 1024]], "Input type": ["float", "float"]}
+    builder.operator("aten::mul", 510, 20, **wide)
+    builder.kernel("elementwise_kernel", 515, 540, 2)
+    devices = {"deviceProperties": [{"id": 0, "name": name}]} if name else {}
+    (trace,) = analyse([read_trace(builder.write(tmp_path / "made.json", **devices))]).traces
+    assert [(g.m, g.n, g.k, g.types, g.calls) for g in trace.gemms] == [
+        (512, 256, 1024, "BFloat16", 2), (512, 256, 1024, "float", 1)
+    ]  # fmt: skip
+    half, full = trace.gemms
+    assert half.tflops == pytest.approx(2 * 512 * 256 * 1024 / 1e-6 / 1e12)
+    (elementwise,) = (rate for rate in trace.operator_rates if rate.name == "aten::mul")
+    if name != "NVIDIA H200":
+        assert {rate.of_peak for rate in trace.operator_rates} == {None}
+        return
+    moved = 2 * (512 * 1024 + 1024 * 256 + 512 * 256)
+    assert (half.of_peak, half.limit) == (pytest.approx(moved / 1e-6 / 4.8e12), "memory")
+    assert half.tflops / 989 < (half.of_peak or 0.0)
+    assert (full.of_peak, full.limit) == (None, "")  # how an H200 multiplies float is a setting
+    assert elementwise.of_peak == pytest.approx(3 * 4 * 512 * 1024 / 2e-6 / 4.8e12)
 
 
 def test_asynchronous_run_states_that_its_path_is_on_the_host(analysed: Analyse) -> None:

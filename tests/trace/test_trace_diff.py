@@ -54,6 +54,46 @@ def test_difference_is_per_step_and_adds_up(tmp_path: Path) -> None:
         assert abs(table[0].change) == max(abs(row.change) for row in table)
 
 
+def layers(*modules: str, backward: float = 40) -> TraceBuilder:
+    """A step of a network of ``modules``, each with one operator and its backward."""
+    builder = TraceBuilder()
+    builder.step(0, 0, 2000)
+    builder.add("python_function", "nn.Module: Net_0", 5, 900)
+    for number, module in enumerate(modules):
+        at = 10 + 100 * number
+        builder.add("python_function", f"nn.Module: {module}_{number}", at, 80)
+        where = {"Sequence number": 7 + number, "Fwd thread id": 0}
+        builder.operator("aten::mm", at + 5, 30, **where)
+        builder.kernel("gemm", at + 10, at + 20, 50)
+        at = 1000 + 100 * number
+        name = "autograd::engine::evaluate_function: MmBackward0"
+        builder.operator(name, at, 60, **{"Sequence number": 7 + number, "Fwd thread id": 1})
+        builder.operator("MmBackward0", at + 5, 40, **{"Sequence number": 7 + number, "Fwd thread id": 1})
+        builder.kernel("gemm", at + 10, at + 20, backward)
+    builder.operator("aten::add", 1900, 30)
+    builder.kernel("elementwise_kernel", 1905, 1910, 10)
+    return builder
+
+
+def test_modules_are_compared_with_their_backward(tmp_path: Path) -> None:
+    first = analysis_of(layers("Linear", "LayerNorm", "Linear"), tmp_path / "a.json")
+    second = analysis_of(layers("Linear", "RMSNorm", "Linear", backward=60), tmp_path / "b.json")
+    found = diff(first, second)
+    times: dict[str, list[float]] = {}
+    for row in found.modules:
+        both = times.setdefault(row.name, [0.0, 0.0])
+        both[:] = both[0] + row.time[0] / 1e3, both[1] + row.time[1] / 1e3
+    assert times == {
+        "Net": [0, 0], "Net.Linear": [180, 220], "Net.LayerNorm": [90, 0], "Net.RMSNorm": [0, 110],
+        "(no module)": [10, 10],
+    }  # fmt: skip
+    assert sum(row.change for row in found.modules) == pytest.approx(found.total[1] - found.total[0])
+    calls = {row.name: row.calls for row in found.modules if row.calls != (0, 0)}
+    assert calls == {"Net": (1, 1), "Net.Linear": (2, 2), "Net.LayerNorm": (1, 0), "Net.RMSNorm": (0, 1)}
+    plain = analysis_of(made(400), tmp_path / "c.json")
+    assert not diff(first, plain).modules  # its modules are not recorded
+
+
 @pytest.mark.skipif(not REAL.is_dir(), reason=SKIP_REASON)
 def test_trace_does_not_differ_from_itself() -> None:
     one = analyse([read_trace(REAL / "alexnet.json.gz")]).traces[0]

@@ -16,7 +16,7 @@ from backlight.trace.critical_path import CriticalPath, Paths
 from backlight.trace.device_queues import Launches, Stream, by_stream, launches, streams
 from backlight.trace.events import Integers, Trace, TraceError
 from backlight.trace.host_moments import OUTSIDE
-from backlight.trace.module_times import Annotation, by_annotation
+from backlight.trace.module_times import Annotation, by_annotation, by_module
 from backlight.trace.operators import (
     NO_OPERATOR,
     Costs,
@@ -33,9 +33,11 @@ from backlight.trace.ranks import Ranks, check_ranks, ranks
 from backlight.trace.rates import (
     CollectiveRate,
     CopyRate,
+    Gemm,
     OperatorRate,
     collective_rates,
     copy_rates,
+    gemms,
     operator_rates,
 )
 from backlight.trace.timeline import Step, Timeline
@@ -243,6 +245,7 @@ class RankAnalysis:
     phases: tuple[Row, ...]
     kinds: tuple[Row, ...]
     operators: tuple[Row, ...]
+    modules: tuple[Row, ...]
     kernels: tuple[Row, ...]
     transfers: tuple[DeviceCopies, ...]
     copies: tuple[Copy, ...]
@@ -252,6 +255,7 @@ class RankAnalysis:
     streams: tuple[Stream, ...]
     sequences: tuple[Sequence, ...]
     operator_rates: tuple[OperatorRate, ...]
+    gemms: tuple[Gemm, ...]
     copy_rates: tuple[CopyRate, ...]
     collective_rates: tuple[CollectiveRate, ...]
     hardware_counters: tuple[OperatorCounters, ...]
@@ -299,10 +303,11 @@ def analyse_rank(timeline: Timeline, number: int | None = None, *, usual: bool =
     costs = shared if usual else whole
     launched = device_time(costs)
     counters, note = hardware_counters(timeline)
-    devices = timeline.trace.device_names
     used = np.unique(timeline.device.device).tolist()
     rows = tuple(_step_rows(timeline, steps if usual else chosen, used))
     late = [late_step.note for late_step in delayed]
+
+    rates = tuple(operator_rates(costs))
 
     def table(of: Callable[[Costs], list[Row]]) -> tuple[Row, ...]:
         return tuple(of(costs) if costs is shared else _with_shares(of(costs), of(shared)))
@@ -311,7 +316,7 @@ def analyse_rank(timeline: Timeline, number: int | None = None, *, usual: bool =
         path=timeline.trace.path,
         rank=timeline.trace.rank,
         events=timeline.trace.count,
-        devices={device: devices.get(device, "") for device in used},
+        devices={device: timeline.trace.device_name(device) for device in used},
         steps=rows,
         delayed=tuple(late_step.step.number for late_step in delayed),
         host_total=costs.host_total,
@@ -320,6 +325,7 @@ def analyse_rank(timeline: Timeline, number: int | None = None, *, usual: bool =
         phases=table(by_phase),
         kinds=table(by_kind),
         operators=table(by_operator),
+        modules=table(by_module),
         kernels=table(by_kernel),
         transfers=tuple(transfers(costs)),
         copies=tuple(copies(costs, launched)),
@@ -328,7 +334,8 @@ def analyse_rank(timeline: Timeline, number: int | None = None, *, usual: bool =
         launches=tuple(launches(costs)),
         streams=tuple(streams(costs)),
         sequences=tuple(sequences(costs)),
-        operator_rates=tuple(operator_rates(costs)),
+        operator_rates=rates,
+        gemms=tuple(gemms(rates)),
         copy_rates=tuple(copy_rates(costs)),
         collective_rates=tuple(collective_rates(costs)),
         hardware_counters=tuple(counters),

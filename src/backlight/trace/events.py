@@ -175,3 +175,9 @@ class Trace:
             for index, device_entry in enumerate(listed)
             if isinstance(device_entry, dict)
         }
+
+    def device_name(self, number: int) -> str:
+        """Return the name of a device; where the file does not list it, that of all others if they agree."""
+        names = self.device_names
+        alike = set(names.values())
+        return names.get(number) or (alike.pop() if len(alike) == 1 else "")

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from backlight.records import Phase
-from backlight.trace.classification import ANNOTATION, ENGINE, OPERATOR
+from backlight.trace.classification import ANNOTATION, ENGINE, OPERATOR, PHASES
+from backlight.trace.classification import MODULE as STACK_MODULE
 from backlight.trace.device_queues import TimeSpread
-from backlight.trace.events import Column, Events, Integers, Mask
+from backlight.trace.events import MISSING, Column, Events, Integers, Mask
 from backlight.trace.intervals import union
-from backlight.trace.operators import Costs
+from backlight.trace.operators import Costs, Row
 from backlight.trace.timeline import Tree, tree
 
 MIN_STEPS = 10
@@ -82,6 +83,64 @@ PHASE = "backlight:"
 
 MODULE = "backlight.module/"
 """Prefix of the range of a module; the model itself has the empty name."""
+
+
+NO_MODULE = "(no module)"
+"""Name of what runs in no module: losses, the optimizer, and backward of what no module computed."""
+
+
+def by_module(costs: Costs) -> list[Row]:
+    """Return the modules of a trace with their ranges, by phase; none of a trace without.
+
+    Times are exclusive, and those of backward are of the module whose operation is differentiated. The name
+    is the path of classes through the modules around it, which layers that repeat share.
+    """
+    timeline = costs.timeline
+    tree, events = timeline.tree, timeline.events
+    is_range = {word: prefix for word in events.words["name"] if (prefix := _prefix(word))}
+    ranges = np.flatnonzero(events.where("name", is_range.__contains__)[tree.rows])
+    if not len(ranges):
+        return []
+    codes: dict[str, int] = {}
+    code = np.full(len(tree.rows), MISSING, np.int64)
+    around = tree.inherited(_marked(len(tree.rows), ranges, ranges))
+    paths: dict[int, str] = {}
+    for index in ranges[np.argsort(tree.depth[ranges], kind="stable")].tolist():
+        word = timeline.name(int(tree.rows[index]))
+        outer = int(around[tree.parent[index]]) if tree.parent[index] >= 0 else MISSING
+        name = word.removeprefix(is_range[word]) or "model"
+        name = name.rpartition("_")[0] if is_range[word] == STACK_MODULE else name  # without its number
+        # The ranges of backlight have the path in their name.
+        is_inside = outer >= 0 and is_range[word] != MODULE
+        paths[index] = f"{paths[outer]}.{name}" if is_inside else name
+        code[index] = codes.setdefault(paths[index], len(codes))
+    module = tree.inherited(code)
+    ahead, behind = timeline.differentiated
+    code[behind] = module[ahead]
+    module = tree.inherited(code)
+    names = [*codes, NO_MODULE]
+    module = np.where(module < 0, len(codes), module)
+
+    def label(key: int) -> tuple[str, str, str]:
+        return names[key // len(PHASES)], PHASES[key % len(PHASES)].value, ""
+
+    key = module * len(PHASES) + timeline.phases
+    launcher = timeline.device.operator[costs.device_rows]
+    on_device = np.where(
+        launcher >= 0, key[launcher], len(codes) * len(PHASES) + timeline.device.phase[costs.device_rows]
+    )
+    here = costs.host_rows
+    return costs.rows(key[here], on_device, label, counted=np.isin(here, ranges))
+
+
+def _prefix(word: str) -> str:
+    return next((prefix for prefix in (MODULE, STACK_MODULE) if word.startswith(prefix)), "")
+
+
+def _marked(count: int, indices: Integers, values: Integers) -> Integers:
+    marks = np.full(count, MISSING, np.int64)
+    marks[indices] = values
+    return marks
 
 
 @dataclass

@@ -13,6 +13,7 @@ import numpy as np
 
 from backlight.trace.classification import MEMCPY, MEMSET, Kind, kind_of
 from backlight.trace.collectives import collectives
+from backlight.trace.device_peaks import HALF_TYPES, DevicePeak, peak_of
 from backlight.trace.events import ITEM_BYTES, MISSING
 from backlight.trace.operators import Costs
 
@@ -158,7 +159,8 @@ class OperatorRate:
 
     Operations are those of matrix products, convolutions and fused attention; what these call is their time.
     Bytes are those of the inputs and one output, of matrix products, elementwise operators and copies of
-    torch: what must be moved at least. None where they are not known.
+    torch: what must be moved at least. None where they are not known. ``of_peak`` is the larger of the shares
+    that these are of the peaks of the device, and ``limit`` which one: ``compute`` or ``memory``.
     """
 
     name: str
@@ -168,6 +170,25 @@ class OperatorRate:
     device: int
     tflops: float | None
     tbytes: float | None
+    of_peak: float | None = None
+    limit: str = ""
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """Products of matrices of one size, ``batch`` times m x k by k x n: device time in ns, and rates."""
+
+    m: int
+    n: int
+    k: int
+    batch: int
+    types: str
+    calls: int
+    device: int
+    tflops: float
+    tbytes: float | None
+    of_peak: float | None
+    limit: str
 
 
 @dataclass(frozen=True)
@@ -224,6 +245,8 @@ def operator_rates(costs: Costs) -> list[OperatorRate]:
         codes = np.unique(codes * (len(events.words[column]) + 1) + codes_of, return_inverse=True)[1]
     _, first, inverse, counts = np.unique(codes, return_index=True, return_inverse=True, return_counts=True)
     times = np.bincount(inverse, spent[indices], len(first)).astype(np.int64)
+    names = {timeline.trace.device_name(number) for number in np.unique(device.device).tolist()}
+    peak = peak_of(names.pop()) if len(names) == 1 else None
     rates = []
     for row, calls, time in zip(rows[first].tolist(), counts.tolist(), times.tolist(), strict=True):
         shapes, types = events.listed("shapes", row), events.listed("types", row)
@@ -231,13 +254,58 @@ def operator_rates(costs: Costs) -> list[OperatorRate]:
             continue
         name, seconds = events.word("name", row), time / 1e9 / calls
         operations, moved = work(name, shapes, events.listed("values", row)), _moved(name, shapes, types)
+        tflops, tbytes = (None if not amount else amount / seconds / 1e12 for amount in (operations, moved))
+        listed = [str(kind) for kind in types if kind]
         rates.append(
             OperatorRate(
-                name, json.dumps(shapes), ", ".join(str(kind) for kind in types if kind), calls, time,
-                *(None if not amount else amount / seconds / 1e12 for amount in (operations, moved)),
+                name, json.dumps(shapes), ", ".join(listed), calls, time, tflops, tbytes,
+                *_of_peak(peak, listed, tflops, tbytes),
             )
         )  # fmt: skip
     return sorted(rates, key=lambda rate: -rate.device)
+
+
+def _of_peak(
+    peak: DevicePeak | None, types: Sequence[str], tflops: float | None, tbytes: float | None
+) -> tuple[float | None, str]:
+    """Return the larger share of the peaks, and of which it is; None where neither is known."""
+    if peak is None:
+        return None, ""
+    shares = {}
+    is_half = HALF_TYPES.intersection(types) and HALF_TYPES.issuperset(t for t in types if "::" in t)
+    if tflops is not None and is_half:
+        shares["compute"] = tflops * 1e12 / peak.flops
+    if tbytes is not None and peak.bandwidth is not None and (tflops is None or is_half):
+        shares["memory"] = tbytes * 1e12 / peak.bandwidth
+    limit = max(shares, key=lambda name: shares[name], default="")
+    return shares.get(limit), limit
+
+
+def gemms(rates: Sequence[OperatorRate]) -> list[Gemm]:
+    """Return the products of matrices of all operators by size and type, the most expensive first."""
+    by_size: dict[tuple[int, int, int, int, str], list[OperatorRate]] = defaultdict(list)
+    for rate in rates:
+        both = matrices(rate.name, json.loads(rate.shapes))
+        if both is not None and rate.tflops is not None:
+            (*outer, m, k), n = both[0], both[1][-1]
+            kind = rate.types.partition(", ")[0].removeprefix("c10::")
+            by_size[m, n, k, math.prod(outer), kind].append(rate)
+    sizes = []
+    for (m, n, k, batch, kind), alike in by_size.items():
+        device, most = sum(rate.device for rate in alike), max(alike, key=lambda rate: rate.device)
+
+        def mean(column: str, alike: Sequence[OperatorRate] = alike, device: int = device) -> float | None:
+            values = [(getattr(rate, column), rate.device) for rate in alike]
+            products = [value * spent for value, spent in values if value is not None]
+            return sum(products) / device if len(products) == len(values) else None
+
+        sizes.append(
+            Gemm(
+                m, n, k, batch, kind, sum(rate.calls for rate in alike), device, mean("tflops") or 0.0,
+                mean("tbytes"), mean("of_peak"), most.limit,
+            )
+        )  # fmt: skip
+    return sorted(sizes, key=lambda size: -size.device)
 
 
 def _moved(name: str, shapes: Sequence[Any], types: Sequence[Any]) -> int | None:

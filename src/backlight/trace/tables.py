@@ -15,6 +15,7 @@ from backlight.answer import Column, Table, share, word
 from backlight.text import number, scaled
 from backlight.trace.analysis import RankAnalysis, TracedStep
 from backlight.trace.classification import LAYOUTS, distinct_names, short
+from backlight.trace.device_peaks import peak_of
 from backlight.trace.ranks import Group, Lateness, Ranks
 from backlight.trace.trace_diff import TraceDiff
 from backlight.trace.utilization import Idle
@@ -132,6 +133,8 @@ def _costs(analysis: RankAnalysis) -> Iterator[Table]:
     yield Table((word("phase", "name"), Column("host calls", "calls"), *spent), analysis.phases)
     yield Table((word("kind of operation", "name"), CALLS, *spent), analysis.kinds)
     yield Table((name, word("phase", "phase"), CALLS, *spent), analysis.operators)
+    module = word("module", lambda row: short(row.name))
+    yield Table((module, word("phase", "phase"), CALLS, *spent), analysis.modules)
     names = distinct_names(row.name for row in analysis.kernels)
     yield Table(
         (
@@ -225,13 +228,38 @@ def _sequence(row: Any) -> str:
     return f"{names} and {rest} more" if rest > 0 else names
 
 
+def _peak_notes(analysis: RankAnalysis) -> tuple[str, ...]:
+    """Return the peaks that rates are shares of."""
+    names = set(analysis.devices.values())
+    peak = peak_of(next(iter(names))) if len(names) == 1 else None
+    if peak is None:
+        return ()
+    memory = "" if peak.bandwidth is None else f" and {peak.bandwidth / 1e12:.3g} TB/s"
+    sheet = f"{peak.flops / 1e12:,.0f} TFLOP/s dense in bf16 or fp16{memory}"
+    return (f"peak of {next(iter(names))} by its data sheet: {sheet}; limit: what the larger share is of",)
+
+
+def _sized(row: Any) -> str:
+    batch = f"{row.batch} times " if row.batch > 1 else ""
+    return f"{batch}{row.m}x{row.n}x{row.k} {row.types}"
+
+
 def _rates(analysis: RankAnalysis) -> Iterator[Table]:
+    reached: tuple[Column, ...] = (Column("TFLOP/s", "tflops", _rate), Column("TB/s", "tbytes", _rate))
+    if any(row.of_peak is not None for row in analysis.operator_rates):
+        reached = (*reached, Column("of peak", "of_peak", share), word("limit", "limit"))
     yield Table(
         (
             word("operator and shapes", _shaped), CALLS, Column("device ms", "device", ms),
-            Column("TFLOP/s", "tflops", _rate), Column("TB/s", "tbytes", _rate),
+            *reached,
         ),
-        analysis.operator_rates,
+        analysis.operator_rates, notes=_peak_notes(analysis),
+    )  # fmt: skip
+    yield Table(
+        (
+            word("product MxNxK", _sized), CALLS, Column("device ms", "device", ms), *reached,
+        ),
+        analysis.gemms,
     )  # fmt: skip
     yield Table(
         (
@@ -286,7 +314,8 @@ def _waited(rank: int, step: Lateness) -> int:
 def diff_tables(difference: TraceDiff) -> list[Table]:
     """Return what changed between two traces, per step."""
     rows: dict[str, Sequence[Any]] = {
-        "kind": difference.kinds, "operator": difference.operators, "kernel": difference.kernels,
+        "kind": difference.kinds, "module": difference.modules, "operator": difference.operators,
+        "kernel": difference.kernels,
     }  # fmt: skip
     return [
         Table(

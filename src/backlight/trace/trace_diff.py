@@ -41,6 +41,7 @@ class TraceDiff:
     step: tuple[float, float]
     total: tuple[float, float]
     kinds: tuple[DiffRow, ...]
+    modules: tuple[DiffRow, ...]  # none, unless both traces have ranges of modules
     operators: tuple[DiffRow, ...]
     kernels: tuple[DiffRow, ...]
     notes: tuple[str, ...]
@@ -68,7 +69,8 @@ def diff(first: RankAnalysis, second: RankAnalysis) -> TraceDiff:
     return TraceDiff(
         (first.path, second.path), "device" if on_device else "host", (counts[0], counts[1]),
         (_median(lengths[0].values()), _median(lengths[1].values())), (totals[0], totals[1]),
-        table("kinds"), table("operators"), table("kernels") if on_device else (), tuple(notes),
+        table("kinds"), table("modules") if first.modules and second.modules else (),
+        table("operators"), table("kernels") if on_device else (), tuple(notes),
     )  # fmt: skip
 
 

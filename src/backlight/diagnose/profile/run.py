@@ -29,7 +29,6 @@ from backlight.diagnose.profile.step_summary import (
     StepProfile,
     find_attention,
     optimizer_times,
-    peak_flops,
     summarize_steps,
     throughput,
 )
@@ -40,6 +39,7 @@ from backlight.monitors.steptime.model.bottleneck_limits import BottleneckLimits
 from backlight.monitors.steptime.model.step_times import SeriesError
 from backlight.monitors.steptime.monitor import GarbagePauses
 from backlight.text import count, listed
+from backlight.trace.device_peaks import peak_of
 from backlight.trace.events import TraceError
 from backlight.trace.module_times import Attribution, attribute
 from backlight.trace.reader import read_trace
@@ -199,7 +199,8 @@ def _throughput_fields(
     peak, device = options.peak, ""
     if peak is None and devices.is_available():
         device = devices.name_of()
-        peak = peak_flops(device)
+        device_peak = peak_of(device)
+        peak = None if device_peak is None else device_peak.flops
     rows = modules.modules if modules is not None else ()
     recomputed = {m.name: m.recomputed_ms for m in rows if m.recomputed_ms}
     reached = throughput(

@@ -158,25 +158,6 @@ def _order(name: str) -> tuple[int, str]:
     return (_ORDER.index(name) if name in _ORDER else len(_ORDER), name)
 
 
-PEAK_FLOPS: tuple[tuple[str, float], ...] = (
-    ("H200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("A100", 312e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("L40S", 362e12),
-    ("L4", 121e12),
-    ("V100", 125e12),
-    ("T4", 65e12),
-    ("RTX 4090", 165e12),
-    ("RTX 3090", 71e12),
-    ("MI300X", 1307e12),
-    ("MI250", 362e12),
-)
-"""Dense bf16 or fp16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets; the first
-match counts. An MI250 is two devices to torch, and each has half of 362e12."""
-
 _CALL = "aten::scaled_dot_product_attention"
 _KERNELS = "aten::_scaled_dot_product_"
 
@@ -200,14 +181,6 @@ class Attention:
     calls: float
     operations: float
     shape: str
-
-
-def peak_flops(device: str) -> float | None:
-    """Return the peak of a device by its name, None for an unknown one."""
-    for part, peak in PEAK_FLOPS:
-        if part.lower() in device.lower():
-            return peak / 2 if part == "MI250" else peak
-    return None
 
 
 def throughput(
