@@ -1,6 +1,12 @@
 """Errors and warnings of `bench/healthy.py` that are true and worth acting on, by program and rule."""
 
+_LOADER = "the thread that trains loads and transforms the samples itself (num_workers=0)"
+
 TRUE = {
+    ("mnist rnn", "bottleneck"): _LOADER,
+    ("vae", "bottleneck"): _LOADER,
+    ("Opacus mnist", "bottleneck"): _LOADER,
+    ("PyTorch-GAN wgan", "bottleneck"): _LOADER,
     ("DLRM", "no_gradient"): "all units of the bottom perceptron are dead, so dense inputs have no effect",
     ("TCN copy memory", "clipping"): "clips before backward (line 120), when there are no gradients",
     ("mixture of experts", "loss_input"): "experts end in a softmax (moe.py:120), then CrossEntropyLoss",

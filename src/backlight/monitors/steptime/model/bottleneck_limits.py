@@ -81,17 +81,24 @@ class BottleneckLimits(BusyLimits):
 
 
 def severity_of(
-    run: Run, limits: BottleneckLimits, share: float, low: float, *, in_thread: bool = False
+    run: Run,
+    limits: BottleneckLimits,
+    share: float,
+    low: float,
+    *,
+    in_thread: bool = False,
+    is_steady: bool = True,
 ) -> Severity:
     """Return a warning for what is slow by its share and the lower end of its interval, else a hint.
 
     On a busy machine times are those of the machine: whatever takes them is a hint. ``in_thread``: the thread
-    that trains does it itself, so what remains without all of its waits for a core is not the machine's.
+    that trains does it itself, so what remains without all of its waits for a core is not the machine's. The
+    whole interval must be slow then, and where steps are not ``is_steady``.
     """
-    is_machine = is_busy(run, limits)
+    is_machine, slow_low = is_busy(run, limits), limits.slow_low if is_steady else limits.slow_share
     if is_machine and in_thread and (waited := core_wait(run)) is not None:
-        share, low, is_machine = share - waited, low - waited, False
-    slow = is_slow(share, low, StepLimits(slow=limits.slow_share, slow_low=limits.slow_low))
+        share, low, is_machine, slow_low = share - waited, low - waited, False, limits.slow_share
+    slow = is_slow(share, low, StepLimits(slow=limits.slow_share, slow_low=slow_low))
     return Severity.WARNING if slow and not is_machine else Severity.INFO
 
 

@@ -130,7 +130,8 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
             "training; then compare both runs."
         )
     is_loaded_here = info is not None and info.payload.get("workers") == 0
-    severity = severity_of(run, limits, share, low, in_thread=is_loaded_here)
+    is_steady = steady_phases(run, limits) is not None
+    severity = severity_of(run, limits, share, low, in_thread=is_loaded_here, is_steady=is_steady)
     yield Finding(
         severity=severity if seconds >= limits.data_floor else Severity.INFO,
         title=title,
