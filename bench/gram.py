@@ -15,7 +15,7 @@ them; it multiplies everything in float64 in the row named so; `4 at once` are s
 is a measurement between checks, which come at measurements 1, 2, 4, 8, ... of a model; `backlight, checked`
 is one with all of them. Below stand the bytes of one snapshot.
 
-    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python bench/gram.py
+    OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python bench/gram.py [--convolutions]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
@@ -42,6 +42,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import backlight
+from backlight.measure.gram.factors import MatrixFactors
+from backlight.measure.gram.layers import convolution, per_sample_weight
 from backlight.monitors.grokking.instrument.gram.checks import CheckSchedule
 
 TOP = 10
@@ -307,14 +309,57 @@ def snapshots(settings: list[Setting]) -> Table:
     return table
 
 
+CONVOLUTIONS = (
+    (1, 16, 5, 2, 28), (16, 32, 3, 1, 12), (32, 32, 3, 1, 4), (3, 16, 3, 1, 32), (16, 16, 3, 1, 16),
+    (16, 32, 3, 1, 8), (32, 64, 3, 1, 8), (64, 64, 3, 1, 4), (64, 64, 3, 1, 2), (32, 64, 1, 1, 8),
+    (8, 8, 5, 1, 8), (3, 32, 7, 2, 32), (8, 16, 3, 1, 24),
+)  # fmt: skip
+"""Inputs, outputs, kernel, stride and side of the image."""
+
+
+def convolutions(repeats: int) -> Table:
+    """Return the time to form gradients of 64 samples from patches and by torch's kernel, and the choice."""
+    table = Table(
+        "inputs, outputs, kernel, stride, side", "patches", "torch's kernel", "time of the choice", "chosen"
+    )
+    for shape in CONVOLUTIONS:
+        inputs, outputs, kernel, stride, side = shape
+        module = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2)
+        x = torch.randn(64, inputs, side, side)
+        delta = torch.randn_like(module(x))
+        use = convolution(module, x, delta, 64)["weight"]
+        assert isinstance(use, MatrixFactors)
+        ways = {
+            "patches": replace(use, direct=None),
+            "torch": replace(use, direct=lambda a, b, c=(module, x, delta): per_sample_weight(
+                c[0], c[1][a:b], c[2][a:b])),
+        }  # fmt: skip
+        out = torch.empty(64, use.rows, use.columns)
+        took = timed(
+            {name: lambda f=f, out=out: f.take(0, f.rows, out, add=False) for name, f in ways.items()},
+            repeats,
+        )
+        chosen = "patches" if use.direct is None else "torch"
+        best = min(took.values())
+        table.add_row(str(shape), f"{took['patches']:.2f}", f"{took['torch']:.2f}",
+                      f"{took[chosen] / best:.2f} x the faster", chosen)  # fmt: skip
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument(
+        "--convolutions", action="store_true", help="how gradients of convolutions are formed"
+    )
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--only", default="", help="only settings whose name contains this")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
+    if arguments.convolutions:
+        Console(width=136).print(convolutions(arguments.repeats))
+        return
     settings = [mlp(128), mlp(512), cnn(64), gpt(8, 32), gpt(16, 32), gpt(64, 32), gpt(256, 16)]
     settings = [s for s in settings if arguments.only in s.name]
     table = Table(

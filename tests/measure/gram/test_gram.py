@@ -282,7 +282,8 @@ def test_direct_gradients_of_convolution_are_those_of_unfolding(
     module: nn.Module, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("backlight.measure.gram.factors.DIRECT_SCALARS", block)
-    x = torch.randn(N, module.in_channels, *(7,) * (module.weight.dim() - 2))
+    dimensions = module.weight.dim() - 2
+    x = torch.randn(N, module.in_channels, *((31,) if dimensions == 1 else (7,) * dimensions))
     delta = torch.randn_like(module(x))
     use = convolution(module, x, delta, N)["weight"]
     assert isinstance(use, MatrixFactors)
@@ -293,6 +294,15 @@ def test_direct_gradients_of_convolution_are_those_of_unfolding(
         ((_, rows, G),) = kernels.chunks(uses)
         assert rows == use.rows
         torch.testing.assert_close(G / factor, unfolded, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("size", "kernel", "is_direct"), [(8, 3, True), (7, 3, False), (9, 1, False)])
+def test_convolutions_are_unfolded_where_positions_are_few(size: int, kernel: int, is_direct: bool) -> None:
+    module = nn.Conv2d(4, 32, kernel, padding=kernel // 2)  # 64 positions are twice the rows
+    x = torch.randn(N, 4, size, size)
+    use = convolution(module, x, torch.randn_like(module(x)), N)["weight"]
+    assert isinstance(use, MatrixFactors)
+    assert (use.direct is not None) == is_direct
 
 
 @pytest.mark.parametrize("t", [1, 3])

@@ -139,6 +139,8 @@ def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> ByName:
     # Elsewhere torch loops over groups, or no measurement speaks for it.
     quick = dtype == torch.float32 and delta.device.type == "cpu" and frames == 1
     plain = module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    # Per column, patches cost T scalars more than the product; torch lays the rows of a gradient out twice.
+    worthwhile = math.prod(kernel) > 1 and d.shape[1] >= 2 * delta.shape[1]
     uses: ByName = {
         "weight": MatrixFactors(
             d,
@@ -146,7 +148,7 @@ def convolution(module: Any, x: Tensor, delta: Tensor, n: int) -> ByName:
             norms,
             columns,
             reread=64,
-            direct=direct if quick and plain else None,
+            direct=direct if quick and plain and worthwhile else None,
         )
     }
     if module.bias is not None:
