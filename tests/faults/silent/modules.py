@@ -384,3 +384,54 @@ def pseudo_labels_of_unlabelled_batches() -> None:
             optimizer.zero_grad()
             (F.cross_entropy(model(x), y) + F.cross_entropy(model(weak), guess)).backward()
             optimizer.step()
+
+
+def two_phases(model: nn.Module, mode_of: Callable[[int], bool], steps: Callable[[int], bool]) -> None:
+    """Train for three epochs on two loaders by turns; ``mode_of`` and ``steps`` are by their number."""
+    loaders = [DataLoader(samples(32), 8, shuffle=True), DataLoader(samples(24), 8)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        for number, loader in enumerate(loaders):
+            model.train(mode_of(number))
+            for x, y in loader:
+                loss = F.cross_entropy(model(x), y)
+                if steps(number):
+                    optimizer.zero_grad()
+                    loss.backward()
+                    optimizer.step()
+
+
+@fault(
+    rule="module_modes",
+    kind="steps_on_evaluation",
+    also="trained_in_evaluation",
+    severity="warning",
+    step=12,
+    names="24 samples",
+)
+def evaluation_that_takes_steps(injected: bool) -> None:
+    two_phases(normed(), lambda number: not number, lambda number: injected or not number)
+
+
+@fault(rule="module_modes", kind="steps_on_evaluation", severity="warning", step=12, names="24 samples")
+def evaluation_without_dropout_that_takes_steps(injected: bool) -> None:
+    two_phases(perceptron(), lambda number: not number, lambda number: injected or not number)
+
+
+@control
+def two_data_sets_by_turns() -> None:
+    """As for the weights and the architecture of a search."""
+    two_phases(normed(), lambda _: True, lambda _: True)
+
+
+@control
+def evaluation_with_gradients_and_no_step() -> None:
+    two_phases(perceptron(), lambda number: not number, lambda number: not number)
+
+
+@control
+def second_stage_in_evaluation_mode() -> None:
+    """A model is trained on one data set, and then on another, with its norms as they are."""
+    model = perceptron()
+    train(model.train(), loader=DataLoader(samples(32), 8))
+    train(model.eval(), loader=DataLoader(samples(32), 8))

@@ -153,7 +153,9 @@ def initial_again(**options: Any) -> None:
     rounds(load, **options)
 
 
-@fault(rule="weights_unchanged", kind="undone", severity="warning", step=6, names="undoes the steps")
+@fault(
+    rule="weights_unchanged", kind="undone", also="step", severity="warning", step=6, names="undoes the steps"
+)
 def same_state_before_each_round(injected: bool) -> None:
     if injected:
         initial_again()
@@ -161,7 +163,9 @@ def same_state_before_each_round(injected: bool) -> None:
         rounds(lambda _, model: model.load_state_dict(copy.deepcopy(model.state_dict())))
 
 
-@fault(rule="weights_unchanged", kind="undone", severity="info", step=6, names="undoes the steps")
+@fault(
+    rule="weights_unchanged", kind="undone", also="step", severity="info", step=6, names="undoes the steps"
+)
 def same_state_without_moments(injected: bool) -> None:
     if injected:
         initial_again(momentum=0)
@@ -180,7 +184,7 @@ def best_weights_after_each_cut_of_the_rate() -> None:
     model = perceptron()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     kept = copy.deepcopy(model.state_dict())
-    loop = Loop(model, optimizer, steps=3, epochs=4)
+    loop = Loop(model, optimizer, steps=3, epochs=3)
 
     def before_epoch(number: int) -> None:
         model.load_state_dict(kept)

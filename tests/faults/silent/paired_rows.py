@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from faults.silent.batches import samples
 from faults.silent.loop import control, fault, perceptron
@@ -112,3 +112,52 @@ def targets_of_other_names() -> None:
 @control
 def two_forwards_of_shuffled_inputs() -> None:
     paired(shuffled_inputs, twice=True)
+
+
+def two_loaders(
+    *, seed: int | None = None, is_fed: bool = False, shuffle: bool = True, spare: int = 0
+) -> None:
+    """Take inputs and targets of two loaders; with a ``seed``, both shuffle in one order."""
+    inputs = torch.randn(64, 4)
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    targets = torch.cat([model(inputs).detach().flip(0), torch.zeros(spare, 3)])
+    loaders = [
+        DataLoader(
+            TensorDataset(data),
+            8,
+            shuffle=shuffle,
+            generator=None if seed is None else torch.Generator().manual_seed(seed),
+        )
+        for data in (inputs, targets)
+    ]
+    other = torch.nn.Linear(3, 3)
+    if is_fed:
+        optimizer.add_param_group({"params": other.parameters()})
+    for (x,), (y,) in zip(*loaders, strict=False):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        if is_fed:
+            loss = loss + other(y).square().mean()
+        loss.backward()
+        optimizer.step()
+
+
+@fault(rule="loss_input", kind="loaders_apart", severity="warning", step=2, names="two loaders")
+def two_loaders_that_shuffle_apart(injected: bool) -> None:
+    two_loaders(seed=None if injected else 0)
+
+
+@control
+def two_loaders_in_the_order_of_the_data() -> None:
+    two_loaders(shuffle=False)
+
+
+@control
+def two_loaders_of_other_lengths() -> None:
+    two_loaders(spare=8)
+
+
+@control
+def two_loaders_that_both_reach_a_model() -> None:
+    two_loaders(is_fed=True)

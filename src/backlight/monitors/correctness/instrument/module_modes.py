@@ -25,6 +25,7 @@ from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import local
 from backlight.devices import is_capturing_graph
 from backlight.monitors.correctness.instrument.check import Check
+from backlight.monitors.correctness.instrument.loader_batches import data_of, length
 from backlight.monitors.correctness.instrument.samples import Snapshot
 from backlight.monitors.correctness.model.facts import NAMED, Names
 from backlight.monitors.correctness.rules import module_modes as facts
@@ -191,6 +192,62 @@ BATCHES = 2
 
 NORMS = 8
 """Batch norms, or spectral norms, of a model that are read."""
+
+
+PHASES = 4
+"""Phases, by turns of training and of evaluation, each with :data:`BATCHES` steps, that are a pattern."""
+
+
+class PhaseSteps(Check):
+    """Observes a model that takes steps on one data set in training mode, on another in evaluation mode.
+
+    A phase is a row of steps on the batches of one data set, each after a forward of one model in one mode.
+    """
+
+    name = "phase_steps"
+    steps = "all"
+
+    def _start(self) -> None:
+        self._names: dict[int, str] = {}
+        self._source: int | None = None  # the data set of a batch since the last step
+        self._call: tuple[weakref.ref[nn.Module], bool] | None = None
+        self._phases: list[tuple[int, int, bool, int]] = []  # model, data set, mode, and steps
+
+    def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
+        """Note the data set."""
+        data = getattr(iterator, "_dataset", None)
+        self._source = id(data)
+        if id(data) not in self._names and len(self._names) < NORMS:
+            self._names[id(data)] = f"{data_of(iterator)} with {length(data)} samples"
+
+    def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note the mode."""
+        if HUB.forward_depth == 1 and torch.is_grad_enabled() and not HUB.backward_depth:
+            self._call = weakref.ref(module), module.training
+
+    def optimizer_begin(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Count a step of the phase, or begin the next one."""
+        source, call = self._source, self._call
+        self._source = self._call = None
+        model = None if call is None else call[0]()
+        if source is None or call is None or model is None or not self.run.scope.holds(optimizer):
+            return
+        phase, count = (id(model), source, call[1]), 1
+        if self._phases and self._phases[-1][:3] == phase:
+            count = self._phases.pop()[3] + 1
+        self._phases = [*self._phases[1 - PHASES :], (*phase, count)]
+        if count == BATCHES and len(self._phases) == PHASES and not call[1]:
+            self._compare(model, self._phases)
+
+    def _compare(self, model: nn.Module, phases: Sequence[tuple[int, int, bool, int]]) -> None:
+        trained, evaluated = phases[:2]
+        is_pattern = [phase[:3] for phase in phases[2:]] == [trained[:3], evaluated[:3]]
+        is_short = any(count < BATCHES for *_, count in phases)
+        if is_pattern and not is_short and trained[2] and trained[1] != evaluated[1]:
+            first, second = (self._names.get(source, "a data set") for _, source, *_ in (trained, evaluated))
+            line = str(user_line() or "")
+            self.report(facts.StepsOnEvaluation(self.step, kind_of(model), first, second, line))
+            HUB.remove(self)
 
 
 class EvaluationModes(Check):

@@ -109,6 +109,27 @@ class RowsApart(Misuse, rule="loss_input", kind="rows_apart"):
     refuted_if = "the outputs are brought into the order of the targets before the loss."
 
 
+class LoadersApart(Misuse, rule="loss_input", kind="loaders_apart"):
+    """The inputs of a step are those of one loader, and the targets those of another that shuffles apart.
+
+    ``input_index`` and ``target_index`` are the first samples of the two batches.
+    """
+
+    inputs: str
+    targets: str
+    input_index: int
+    target_index: int
+
+    title = "Inputs and targets come from two loaders that shuffle apart"
+    detail = (
+        "The model was given batches of {inputs}, and its loss compared with batches of {targets}, of the "
+        "same length. Both loaders shuffle on their own: at step {step} the first sample was number "
+        "{input_index} of the one and number {target_index} of the other."
+    )
+    fix = "Give inputs and targets of a sample as one item of one data set, `TensorDataset(inputs, targets)`."
+    refuted_if = "any target fits any input, as where only their distributions are compared."
+
+
 class OneOutput(Misuse, rule="loss_input", kind="one_output"):
     """The softmax of the loss runs over one class."""
 

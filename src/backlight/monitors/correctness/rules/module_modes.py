@@ -12,6 +12,7 @@ from backlight.monitors.correctness.model.facts import (
     Fact,
     Names,
     facts_by_kind,
+    facts_of,
     finding_on,
     steps_of,
 )
@@ -31,7 +32,10 @@ class ModuleModesLimits(Limits, monitor="correctness"):
 @rule("module_modes", monitor="correctness", limits=ModuleModesLimits)
 def module_modes(run: Run, limits: ModuleModesLimits) -> Iterator[Finding]:
     """Find models that are trained in evaluation mode, or evaluated with what is meant for training."""
+    both = {fact.model for fact in facts_of(run, StepsOnEvaluation)}  # the cause of steps in evaluation mode
     for facts in facts_by_kind(run, "module_modes"):
+        if isinstance(facts[0], TrainedInEvaluation):
+            facts = [fact for fact in facts if fact.model not in both]  # noqa: PLW2901
         for model in dict.fromkeys(fact.model for fact in facts):
             same = [fact for fact in facts if fact.model == model]
             if not isinstance(same[0], TrainedInEvaluation) or len(steps_of(same)) >= limits.eval_mode_steps:
@@ -83,6 +87,29 @@ class TrainedInEvaluation(Fact, rule="module_modes", kind="trained_in_evaluation
                 else "Call `model.train()` before the training loop, and again after each evaluation."
             ),
             refuted_if="`model.training` is True at these steps, or evaluation mode is what you want here.",
+        )
+
+
+class StepsOnEvaluation(Fact, rule="module_modes", kind="steps_on_evaluation"):
+    """A model takes steps on one data set in training mode, and in between on another in evaluation mode."""
+
+    model: str
+    trained_on: str
+    evaluated_on: str
+    line: str
+
+    def _finding(self, facts: Sequence[Self]) -> Finding:
+        return self.finding(
+            f"{self.model} is trained on the data that it is evaluated on",
+            f"By step {self.step} the optimizer had taken steps on {self.trained_on} with {self.model} in "
+            f"training mode, then on {self.evaluated_on} in evaluation mode{phrases.at_line(self.line)}, and "
+            "both once more: the loop of the evaluation takes steps as well.",
+            module=self.model,
+            line=self.line,
+            evidence=(self.evaluated_on,),
+            fix="Run `backward()` and `optimizer.step()` in the training phase only, and evaluate under "
+            "`torch.no_grad()`.",
+            refuted_if="both are to be trained on, one of them without dropout and batch statistics.",
         )
 
 
