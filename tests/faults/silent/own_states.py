@@ -195,7 +195,7 @@ def best_weights_after_each_cut_of_the_rate() -> None:
 
 
 @control
-def weights_that_come_back_once() -> None:
+def best_weights_that_come_back_once() -> None:
     kept: dict[str, torch.Tensor] = {}
 
     def load(number: int, model: nn.Module) -> None:

@@ -30,7 +30,7 @@ STEPS = 3
 
 
 @dataclass
-class _Given:
+class _Batch:
     """The only tensor of a batch, as samples of its values, and which samples of the data set it is of."""
 
     data: int
@@ -56,41 +56,41 @@ class LoaderPairs(Check):
 
     def forget(self) -> None:
         """Compare nothing of this step."""
-        self._given: list[_Given] | None = []
+        self._batches: list[_Batch] | None = []
         self._fed: list[tuple[torch.Size, Snapshot]] = []
 
     def batch_given(self, iterator: Any, index: int, batch: Any) -> None:
         """Note a batch of a loader that shuffles."""
-        if self._given is None or not self.due or self._steps >= STEPS:
+        if self._batches is None or not self.due or self._steps >= STEPS:
             return
         sampler, indices = getattr(iterator, "_index_sampler", None), indices_of(iterator, index)
         tensors = [x for x in plain_tensors(batch) if x.device.type == "cpu"]
         if len(tensors) != 1 or not indices or kind_of_sampler(sampler) not in SHUFFLING or self._fed:
-            self._given = None
+            self._batches = None
             return
         data, values = getattr(iterator, "_dataset", None), sampled(tensors[0]).float().numpy().tobytes()
-        given = _Given(id(data), data_of(iterator), length(data), tuple(indices), tensors[0].shape, values)
-        self._given.append(given)
+        part = _Batch(id(data), data_of(iterator), length(data), tuple(indices), tensors[0].shape, values)
+        self._batches.append(part)
 
     def forward_begin(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Copy some values of what a model is given."""
-        if self._given is None or len(self._given) != 2 or HUB.backward_depth:
+        if self._batches is None or len(self._batches) != 2 or HUB.backward_depth:
             return
         if is_transforming() or is_capturing_graph() or len(self._fed) > 2:
-            self._given = None
+            self._batches = None
             return
-        shapes = [given.shape for given in self._given]
+        shapes = [batch.shape for batch in self._batches]
         for x in plain_tensors((*args, *kwargs.values())):
             if x.shape in shapes:
                 self._fed.append((x.shape, self.snapshot([sampled(x).float()])))
 
     def backward_begin(self, roots: Sequence[Tensor]) -> None:
         """Compare inputs and targets with the batches."""
-        given, fed = self._given, self._fed
+        batches, fed = self._batches, self._fed
         self.forget()
-        if given is None or len(given) != 2 or not fed:
+        if batches is None or len(batches) != 2 or not fed:
             return
-        a, b = given
+        a, b = batches
         if a.data == b.data or a.count != b.count or len(a.indices) != len(b.indices):
             return
         if a.indices == b.indices:
@@ -100,11 +100,11 @@ class LoaderPairs(Check):
             return
         target = nodes[0]._saved_target
         used = self.snapshot([sampled(target).float()])
-        self.when_known(functools.partial(self._compare, self.step, given, [s for _, s in fed], used))
+        self.when_known(functools.partial(self._compare, self.step, batches, [s for _, s in fed], used))
 
-    def _compare(self, step: int, given: Sequence[_Given], fed: Sequence[Snapshot], used: Snapshot) -> None:
+    def _compare(self, step: int, batches: Sequence[_Batch], fed: Sequence[Snapshot], used: Snapshot) -> None:
         inputs, target = {snapshot.arrays[0].tobytes() for snapshot in fed}, used.arrays[0].tobytes()
-        for of_inputs, of_targets in (given, given[::-1]):
+        for of_inputs, of_targets in (batches, batches[::-1]):
             if inputs == {of_inputs.values} and target == of_targets.values:
                 self._steps += 1
                 if self._steps >= STEPS:
