@@ -52,10 +52,14 @@ class Kept:
 
 
 def kept(table: SpectraTable) -> Kept | None:
-    """Return what is kept of a layer at a step; None where its replicates show no signal."""
+    """Return what is kept of a layer at a step; None where its replicates show no signal.
+
+    Where the interval of the noise scale has no end, the share of signal may be none: what is divided by it
+    would be chance.
+    """
     at, layer = table.measurement, table.layer
     share, sigma = at["signal_share"], at["noise_sigma"]
-    if not 0 < share < 1 or not sigma > 0:
+    if not 0 < share < 1 or not sigma > 0 or at["noise_scale_high"] == math.inf:
         return None
     # T, the mean squared norm of a replicate, of which rho is signal.
     signal = share * sigma**2 * layer.rows * layer.columns / (1 - share)
@@ -108,5 +112,6 @@ def kept_table(rows: Sequence[Kept], brief: int) -> Table:
         notes=(
             "squared cosine between the gradient and what is made of one replicate; a step of given length "
             "lowers the loss by its root, to first order",
+            "layers whose signal may be none, so that their noise scale has no upper end, are left out",
         ),
     )  # fmt: skip
