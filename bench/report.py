@@ -26,9 +26,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "report"))
 
 from synthetic import Plan, finding, health_of, write_run
 
-from backlight.report.frames import COLUMNS
 from backlight.report.page import render_page, write_page
-from backlight.report.source import Source
+from backlight.report.source import COLUMNS, Source
 from backlight.store.read.run import open_run
 
 FLAGS = (

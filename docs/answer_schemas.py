@@ -24,7 +24,7 @@ from backlight.diagnose.memory.result import MeasuredMemory, PredictedMemory
 from backlight.diagnose.profile.result import ProfileResult
 from backlight.diagnose.recipe_gram import GramRecord
 from backlight.diagnose.scaling.sweep import Scaling
-from backlight.diagnose.spectra.answer import SpectraRecord
+from backlight.diagnose.spectra.run import SpectraRecord
 from backlight.diagnose.test_matrix.report import MatrixReport
 from backlight.findings.evaluate import Withdrawn
 from backlight.monitors.grokking.model.lead_lag import LeadLag

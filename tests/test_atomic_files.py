@@ -14,7 +14,7 @@ from backlight import atomic_files
 from backlight.experiments.checkpoints import save
 from backlight.report.page import write_page
 from backlight.store.errors import ExportError
-from backlight.store.export import export, export_tables, write_archive, write_arrays
+from backlight.store.export import export, write_archive, write_arrays
 from backlight.store.format.arrays import ArrayInfo, Stack, write_piece
 from backlight.store.format.manifest import write_document
 from backlight.store.read.run import open_run
@@ -42,10 +42,8 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "arrays.h5": lambda path: write_arrays(path, {"w": (np.zeros(2), ("w",), "1")}, overwrite=True),
     "database": lambda path: RankDatabase(path, {}).close(),
     "checkpoint": lambda path: save(path.parent, 7, {}),
-    "table.csv": lambda path: export_tables(open_run(path.parent / "run"), path, "scalars", overwrite=True),
-    "table.parquet": lambda path: export_tables(
-        open_run(path.parent / "run"), path, "scalars", overwrite=True
-    ),
+    "table.csv": lambda path: export(open_run(path.parent / "run"), path, "scalars", overwrite=True),
+    "table.parquet": lambda path: export(open_run(path.parent / "run"), path, "scalars", overwrite=True),
     "run.h5": lambda path: export(open_run(path.parent / "run"), path, overwrite=True),
 }
 

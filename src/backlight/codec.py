@@ -72,13 +72,7 @@ def encode_row(value: Any) -> str:
 
 
 def decode(text: str) -> Any:
-    """Return what a JSON text holds.
-
-    Raises
-    ------
-    ValueError
-        If it is no JSON, or nested deeper than :data:`MAX_DEPTH`.
-    """
+    """Return what a JSON text holds; ValueError where it is none, or nested too deeply."""
     try:
         document = _DECODER.decode(text)
     except RecursionError:

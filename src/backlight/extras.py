@@ -25,13 +25,7 @@ class MissingPackageError(ModuleNotFoundError):
 
 
 def require(*packages: str, what: str = "") -> None:
-    """Check that optional packages are installed.
-
-    Raises
-    ------
-    MissingPackageError
-        For the first of ``packages`` that is not; it names ``what`` needs it.
-    """
+    """Raise a MissingPackageError for the first package that is not there; it names ``what`` needs it."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise MissingPackageError(package, what)

@@ -379,13 +379,7 @@ def built_in_monitors() -> tuple[str, ...]:
 
 
 def check_monitors(names: Sequence[str], existing: Sequence[str] = ()) -> None:
-    """Refuse names that no monitor has; ``existing`` are those that exist, by default all.
-
-    Raises
-    ------
-    SettingError
-        If one of ``names`` does not exist.
-    """
+    """Raise a SettingError for a name that no monitor has, of those that exist or of ``existing``."""
     existing = existing or monitor_names()
     for name in names:
         if name not in existing:

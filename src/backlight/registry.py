@@ -326,5 +326,5 @@ def rule(
     return decorate
 
 
-DISPLAYS: Registry[Callable[[Any], str]] = Registry("display", modules=("*/displays/*.py",))
+DISPLAYS: Registry[Callable[[Any], str]] = Registry("display", modules=("*/displays.py",))
 """How something is shown, as HTML or as text; by what is shown, which may lie below what shows it."""

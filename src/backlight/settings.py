@@ -92,13 +92,7 @@ def type_of(kind: Any, name: str) -> Any:
 
 
 def check_bounds(settings: Any, prefix: str = "") -> None:
-    """Refuse numbers below what their options allow.
-
-    Raises
-    ------
-    SettingError
-        For the first.
-    """
+    """Raise a SettingError for the first number below what its option allows."""
     for name, option in options_of(type(settings)).items():
         value = getattr(settings, name)
         if option.at_least is not None and value is not None and value < option.at_least:
@@ -124,13 +118,7 @@ class MonitorSettings:
         check_bounds(self, f"{self.name}.")
 
     def check_requested(self, monitors: Sequence[str]) -> None:
-        """Refuse settings that would do nothing, since the monitor is not among ``monitors``.
-
-        Raises
-        ------
-        SettingError
-            For the first.
-        """
+        """Raise a SettingError for a setting that does nothing, as its monitor is not in ``monitors``."""
         if self.name in monitors:
             return
         for field in dataclasses.fields(self):  # type: ignore[arg-type]  # each subclass is a dataclass

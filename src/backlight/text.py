@@ -223,13 +223,7 @@ _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def parse_size(text: str, where: str) -> int:
-    """Return bytes from ``"500M"``, ``"2.5G"`` or ``"1000000"``; K, M, G, T are powers of 1000.
-
-    Raises
-    ------
-    ValueError
-        If the text is not a positive size.
-    """
+    """Return bytes of ``"500M"`` or ``"2.5G"``, of powers of 1000; ValueError for no positive size."""
     parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", text, re.IGNORECASE)
     size = int(float(parts[1]) * _FACTORS[parts[2].upper()]) if parts else 0
     if size <= 0:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from pathlib import Path
 
-from backlight.diagnose.spectra.answer import _together
+from backlight.diagnose.spectra.run import _together
 from backlight.monitors.spectra.model.echo_records import LayerHistory, layer_histories, layer_table
 from spectra_runs import STRENGTHS, Injected, write_spectra_run
 

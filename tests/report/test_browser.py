@@ -18,11 +18,10 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 from synthetic import FULL, Plan, finding, health_of, write_report, write_run
 
-from backlight.analysis.overlay import as_page, overlay
+from backlight.analysis.overlay import overlay, write_overlay
 from backlight.analysis.report import source_of
 from backlight.records import Evidence, Finding, Made, Severity
 from backlight.report import page as pages
-from backlight.report.overlay import write_overlay
 from backlight.report.page import render_page, write_page
 from backlight.report.panel import Drawn, Panel, PanelWarning, in_order
 from backlight.report.source import Source
@@ -591,7 +590,7 @@ def test_overlaid_runs_are_one_page(show: Open, tmp_path: Path) -> None:
     runs = [
         write_grokking_run(tmp_path / name, Grok(generalises=at)) for name, at in (("a", 900), ("b", 1300))
     ]
-    target = write_overlay(as_page(overlay(runs, align=True)), tmp_path / "page.html")
+    target = write_overlay(overlay(runs, align=True), tmp_path / "page.html")
     driver = show(target)
     assert driver.find_element(By.ID, "headline").text == "2 runs overlaid"
     charts = driver.find_elements(By.CSS_SELECTOR, ".uplot")

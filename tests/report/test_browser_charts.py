@@ -16,7 +16,7 @@ from selenium.webdriver.common.by import By
 from synthetic import FULL, Plan, gradient_row, health_of, records, update_row, write_report, write_run
 
 from backlight.analysis.compare import compare
-from backlight.analysis.comparison_page import write_comparison
+from backlight.analysis.comparison_answer import write_comparison
 from backlight.analysis.report import source_of
 from backlight.report.page import render_page, write_page
 from backlight.report.source import Source

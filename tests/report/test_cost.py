@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 import backlight
-from backlight.report.cost import describe_cost
 from backlight.report.source import Source
 from backlight.report.terminal import print_findings
+from backlight.report.verdict import describe_cost
 from cases import build, loop
 from run_builder import build_run
 

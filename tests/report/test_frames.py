@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from backlight.report.frames import cut, extremes, keep, quantiles
+from backlight.report.source import cut, extremes, keep, quantiles
 
 VALUES = st.one_of(
     st.floats(0, 1e6, width=32), st.sampled_from([0.0, float("nan"), float("inf"), 1e300, 1e-300])

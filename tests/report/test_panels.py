@@ -364,7 +364,7 @@ def test_details_list_overrides_and_cost(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_long_run_is_reduced_with_a_remark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backlight.report.frames.CELLS", 51 * 60)
+    monkeypatch.setattr("backlight.report.source.CELLS", 51 * 60)
     run = write_run(tmp_path / "run", Plan(steps=400, spike_row=20, spike_step=333))
     result = drawn(Source(run), "parameters")
     assert len(result.data["first"]) == 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backlight.report.step_gaps import step_gaps, within
+from backlight.report.charts import step_gaps, within
 
 GROWING = [2**power for power in range(12)]
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import backlight
 from backlight.records import Finding, RunStatus
-from backlight.session import live_findings
+from backlight.session import outputs as live_findings
 
 
 def train(run: Path, on_finding: object, wait: threading.Event | None = None) -> None:

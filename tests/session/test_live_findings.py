@@ -19,8 +19,8 @@ from backlight.monitor import MONITORS, Monitor
 from backlight.records import Evidence, Finding, RunStatus, Severity, Subject
 from backlight.report.source import Source
 from backlight.report.verdict import outcome
-from backlight.session import live_findings
-from backlight.session.live_findings import LiveFindings, NewFindings
+from backlight.session import outputs as live_findings
+from backlight.session.outputs import LiveFindings, NewFindings
 from processes import run_captured
 
 WARNING = Finding(
@@ -175,7 +175,7 @@ REFUSED = """
 import sys, threading, time, torch, backlight
 from backlight.report.source import Source
 from backlight.report.verdict import outcome
-from backlight.session import live_findings
+from backlight.session import outputs as live_findings
 
 begun = threading.Event()
 

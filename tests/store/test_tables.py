@@ -13,7 +13,7 @@ import pytest
 
 from backlight.records import Finding, ParameterRecord, Severity, Subject
 from backlight.store.errors import ExportError
-from backlight.store.export import export_tables, schema_of, to_pandas, to_polars
+from backlight.store.export import export, schema_of, to_pandas, to_polars
 from backlight.store.read.run import Run, open_run
 from backlight.store.tables import tables_of
 from backlight.store.write.writer import RunWriter
@@ -129,7 +129,7 @@ def test_attempts_are_distinguished(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["csv", "parquet"])
 def test_every_table_as_a_file(run: Run, tmp_path: Path, ending: str) -> None:
-    made = export_tables(run, tmp_path / f"all.{ending}")
+    made = export(run, tmp_path / f"all.{ending}", "all")
     assert {path.name for path in made} == {f"all.{name}.{ending}" for name in tables_of(run)}
     if ending == "csv":
         with (tmp_path / "all.gradient.csv").open(newline="") as file:
@@ -143,18 +143,18 @@ def test_every_table_as_a_file(run: Run, tmp_path: Path, ending: str) -> None:
         assert table["norm"].is_null().to_pylist() == [False, True, False, False, False, True]
         assert table.schema.field("norm").metadata[b"unit"] == b"gradient"
     with pytest.raises(ExportError, match="exists already"):
-        export_tables(run, tmp_path / f"all.{ending}")
-    (one,) = export_tables(run, tmp_path / f"one.{ending}", "events")
+        export(run, tmp_path / f"all.{ending}", "all")
+    (one,) = export(run, tmp_path / f"one.{ending}", "events")
     assert one.name == f"one.{ending}"
 
 
 def test_unknown_tables_and_suffixes_are_rejected(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="holds no table 'histogram'; it has gradient, steps"):
-        export_tables(run, tmp_path / "x.csv", "histogram")
-    with pytest.raises(ExportError, match=r"the ending '\.h5' is not known; tables are \.csv or \.parquet"):
-        export_tables(run, tmp_path / "x.h5")
+        export(run, tmp_path / "x.csv", "histogram")
+    with pytest.raises(ExportError, match=r"\.h5 holds every series and array"):
+        export(run, tmp_path / "x.h5", "all")
     with pytest.raises(ExportError, match="does not exist; create it first"):
-        export_tables(run, tmp_path / "no" / "x.csv")
+        export(run, tmp_path / "no" / "x.csv", "all")
     assert list(tmp_path.iterdir()) == []
 
 

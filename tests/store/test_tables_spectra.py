@@ -97,7 +97,7 @@ def test_rows_option_is_required_for_gradients_and_spectra(tmp_path: Path) -> No
     writer.close()
     both = open_run(tmp_path / "run")
     assert "norm" in rows_of(export(both, tmp_path / "parameters.csv")[0])[0]
-    assert "spectral_echo" in rows_of(export(both, tmp_path / "spectra.csv", rows="spectra")[0])[0]
+    assert "spectral_echo" in rows_of(export(both, tmp_path / "spectra.csv", "spectra")[0])[0]
     with pytest.raises(ExportError, match="--max-directions is for the rows of spectra"):
         export(both, tmp_path / "more.csv", max_directions=2)
 
@@ -107,11 +107,11 @@ def test_invalid_rows_option_is_rejected(run: Run, tmp_path: Path) -> None:
     with pytest.raises(ExportError, match="at least 1, got 0"):
         export(run, tmp_path / "out.csv", max_directions=0)
     with pytest.raises(ExportError, match=r"\.h5 holds every series and array"):
-        export(run, tmp_path / "out.h5", rows="spectra")
-    with pytest.raises(ExportError, match="rows must be one of parameters, spectra, got 'layers'"):
-        export(run, tmp_path / "out.csv", rows="layers")
+        export(run, tmp_path / "out.h5", "spectra")
+    with pytest.raises(ExportError, match="holds no table 'layers'"):
+        export(run, tmp_path / "out.csv", "layers")
     writer = RunWriter.create(tmp_path / "none", monitors=("health",), step_offset=0)
     writer.close()
     with pytest.raises(ExportError, match="holds no spectra"):
-        export(open_run(tmp_path / "none"), tmp_path / "out.csv", rows="spectra")
+        export(open_run(tmp_path / "none"), tmp_path / "out.csv", "spectra")
     assert list(tmp_path.glob("out*")) == []

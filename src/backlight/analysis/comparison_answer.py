@@ -1,17 +1,24 @@
-"""Answers of ``compare``: what differs between runs or commands, the facts behind it, and the tables."""
+"""Answers of ``compare``: what differs between runs or commands, facts, tables, and their HTML file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from pathlib import Path
+from typing import Any
 
 from backlight.analysis.ab_test import ABTest
 from backlight.analysis.compare import ComparedFinding, Comparison
+from backlight.analysis.report import source_of
 from backlight.analysis.side_by_side import MatchedRow
 from backlight.answer import Answer, Column, Table, indexed, word
 from backlight.monitors.steptime.model.step_comparison import TimeComparison, TimeRow
-from backlight.text import count, duration, listed, number
+from backlight.report.overlay import compared, curve_panels, listing
+from backlight.report.page import document, write_page
+from backlight.store.read.run import Run
+from backlight.text import count, duration, listed, number, visible
 
 RUNS, SHOWN = 3, 3
 """Runs, and parts of another fact, that are listed."""
@@ -50,12 +57,16 @@ def comparison_tables(comparison: Comparison) -> dict[str, Table]:
     differing = [row for row in comparison.rows if not row.is_equal]
     equal = [row for row in comparison.rows if row.is_equal]
     parameters = [row for row in comparison.parameters if not row.is_equal]
+
+    def title(times: TimeComparison) -> str:
+        return f"Step time of {times.names[1]}" if len(letters) > 2 else "Step time"
+
     tables = {
         "What differs": Table(indexed(("configuration", *letters), "text"), rows, brief=60),
         "Results": _series("series", differing, letters, over),
         "Parameters that differ most": _series("parameter", parameters, letters, ()),
         **({"Step times": _steps(comparison.times)} if len(letters) > 2 else {}),
-        **{f"Step time{_of(times, letters)}": _times(times, "median time") for times in comparison.times},
+        **{title(times): _times(times, "median time") for times in comparison.times},
         "Findings": Table(
             (
                 word("severity", lambda row: row.severity.value),
@@ -70,10 +81,6 @@ def comparison_tables(comparison: Comparison) -> dict[str, Table]:
     if comparison.kinds is not None:
         tables["Kinds of operation"] = _times(comparison.kinds, "kind of operation")
     return {title: table for title, table in tables.items() if table.rows}
-
-
-def _of(times: TimeComparison, letters: Sequence[str]) -> str:
-    return f" of {times.names[1]}" if len(letters) > 2 else ""
 
 
 def _series(title: str, rows: Sequence[MatchedRow], letters: Sequence[str], notes: tuple[str, ...]) -> Table:
@@ -230,15 +237,38 @@ def _findings(comparison: Comparison) -> Iterator[str]:
     parts = [f"{shared} in all runs"] if shared else []
     parts += [f"{rest}{' more' if serious else ''} in some"] if rest else []
     if parts or not comparison.findings:
-        none = "none in any of the runs" if _are_complete(comparison) else "none in what was recorded"
+        # Else no finding means less.
+        is_complete = not any(side.lacks for side in comparison.runs)
+        none = "none in any of the runs" if is_complete else "none in what was recorded"
         yield f"findings: {', '.join(parts) or none}"
-
-
-def _are_complete(comparison: Comparison) -> bool:
-    """Return whether every run was recorded to its end: else no finding means less."""
-    return not any(side.lacks for side in comparison.runs)
 
 
 def _only_in(row: ComparedFinding) -> str:
     unknown = f" ({', '.join(row.unknown)} not checked)" if row.unknown else ""
     return f"{', '.join(row.present)}{unknown}"
+
+
+# A comparison as one HTML file: differences, tables side by side, and curves of all runs in a chart each.
+
+
+def write_comparison(comparison: Comparison, runs: Sequence[Run], target: Path) -> Path:
+    """Write the page of compared runs to ``target`` and return its path."""
+    title = " against ".join(side.name or side.path for side in comparison.runs)
+    named = [
+        (f"{side.letter} {visible(side.path)}", run) for side, run in zip(comparison.runs, runs, strict=True)
+    ]
+    steps = 0, max(run.last_step() for run in runs)
+    detail = " ".join(filter(None, (loss_line(comparison), *comparison.notes)))
+    state = compared(title, len(runs), detail, headline=comparison.headline, steps=steps)
+    state["verdict"]["status"] = " ".join(times.verdict for times in comparison.times)
+    curves = list(curve_panels([(name, source_of(run, ())) for name, run in named]))
+    loss = [{**panel, "place": "full"} for panel in curves if panel["name"] == "loss"]
+    panels = [*loss, *_tables(comparison), *(panel for panel in curves if panel["name"] != "loss")]
+    return write_page(document({**state, "panels": panels}, visible(title)), target)
+
+
+def _tables(comparison: Comparison) -> Iterator[dict[str, Any]]:
+    for title, table in comparison_tables(comparison).items():
+        notes = [f"{note[:1].upper()}{note[1:]}." for note in table.notes]
+        place = "details" if title == "Equal rows" else "full"
+        yield listing(replace(table, title=title), remarks=notes, place=place)

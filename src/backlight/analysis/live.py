@@ -13,8 +13,7 @@ from pathlib import Path
 from backlight.analysis.report import source_of
 from backlight.findings.evaluate import findings_of
 from backlight.records import Finding
-from backlight.report.live.follower import FollowedRun
-from backlight.report.live.overlay import Several
+from backlight.report.live.follower import FollowedRun, Several
 from backlight.report.source import Source
 from backlight.store.format.names import MANIFEST
 from backlight.store.read.run import Run, open_growing, open_run

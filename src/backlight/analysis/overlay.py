@@ -20,9 +20,11 @@ from backlight.monitors.grokking.model.curves import DetectionError
 from backlight.monitors.grokking.model.lead_lag import measures_of
 from backlight.monitors.grokking.model.reader import TEST, TRAIN, Stated, detect_run, stated
 from backlight.monitors.grokking.model.verdicts import Detection
-from backlight.report.overlay import OverlayPage
+from backlight.report.charts import Axis, Line, chart, spans_decades
+from backlight.report.overlay import SHOWN, compared, left_out, listing, part
+from backlight.report.page import document, write_page
 from backlight.store.read.run import Run
-from backlight.text import count, number
+from backlight.text import count, number, visible
 
 CURVES = (TRAIN, TEST, "train_loss", "test_loss")
 """Curves of the user that come before the measures."""
@@ -190,8 +192,37 @@ def _remarks(overlaid: Overlaid) -> tuple[str, ...]:
     return (*alone, *(f"{reason}." for reason in overlaid.reasons.values()))
 
 
-def as_page(overlaid: Overlaid) -> OverlayPage:
-    """Return the page of overlaid runs."""
+def write_overlay(overlaid: Overlaid, target: Path) -> Path:
+    """Write the page of overlaid runs to ``target``, a chart for each measure, and return its path."""
     across = "steps after generalisation" if overlaid.aligned else "step"
-    table = _runs_table(overlaid)
-    return OverlayPage("Overlaid runs", table, overlaid.measures, across, _remarks(overlaid))
+    most = max((len(of_run) for of_run in overlaid.measures.values()), default=0)
+    panels = [listing(_runs_table(overlaid), remarks=(*_remarks(overlaid), *left_out(most)))]
+    for title in ("Learning curves", "Progress measures", "Geometry of gradients"):
+        chosen = {name: of_run for name, of_run in overlaid.measures.items() if _kind(name) == title}
+        charts = [drawn for name in chosen if (drawn := _chart(name, chosen[name], across)) is not None]
+        if charts:
+            panels.append(part(title.split(maxsplit=1)[0].lower(), title, "lines", {"charts": charts}))
+    every = [steps for of_run in overlaid.measures.values() for steps, _ in of_run.values() if len(steps)]
+    ends = (min(int(s[0]) for s in every), max(int(s[-1]) for s in every)) if every else (0, 0)
+    state = compared("Overlaid runs", len(overlaid.runs), f"By {across}.", steps=ends)
+    return write_page(document({**state, "across": across, "panels": panels}, "Overlaid runs"), target)
+
+
+def _chart(name: str, of_run: Mapping[str, Series], across: str) -> dict[str, Any] | None:
+    lines = [
+        Line(visible(run), steps, values)
+        for run, (steps, values) in list(of_run.items())[:SHOWN]
+        if len(steps)
+    ]
+    if not lines:
+        return None
+    axis = Axis("", log=spans_decades(*(line.values for line in lines), factor=30.0))
+    if name.endswith("_accuracy"):
+        axis = Axis("share of samples", low=0.0, high=1.0)
+    return chart(lines, axis, title=visible(name), across=across)
+
+
+def _kind(name: str) -> str:
+    if "/" not in name:
+        return "Learning curves"
+    return "Progress measures" if name.startswith("progress/") else "Geometry of gradients"

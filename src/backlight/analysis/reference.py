@@ -86,13 +86,7 @@ class Reference:
 
 
 def compare_with(good: Sequence[Run], run: Run) -> Reference:
-    """Compare ``run`` with runs that are known to be good.
-
-    Raises
-    ------
-    ValueError
-        If there is no good run, one of the runs took no step, or nothing is recorded in both.
-    """
+    """Compare ``run`` with good ones; a ValueError where nothing of a run or of all can be compared."""
     if not good:
         raise ValueError("expected one good run or more to compare with, got none")
     for each in (*good, run):

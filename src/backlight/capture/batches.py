@@ -91,13 +91,7 @@ MAX_ITEMS = 10**6
 
 
 def leaves(batch: Any, kind: type = object) -> list[Any]:
-    """Return whatever is not a nest and of a ``kind``, in order.
-
-    Raises
-    ------
-    RecursionError
-        If a nest contains itself.
-    """
+    """Return whatever is not a nest and of a ``kind``, in order; RecursionError for a nest in itself."""
     flat: list[Any] = []
     pending, items = [batch], 0
     while pending:  # without a call per nest: this runs at every forward of a recorded step

@@ -51,13 +51,7 @@ class ForkedChild:
         self._parts: list[bytes] = []
 
     def answer(self, timeout_s: float, *, wait: bool = True) -> Any:
-        """Return the answer, or None where it is not there yet and ``wait`` is False.
-
-        Raises
-        ------
-        ChildError
-            If the function raised, or there is no answer ``timeout_s`` seconds after the child began.
-        """
+        """Return the answer, None where it is not there yet; ChildError for an exception or too late."""
         if not self._read(self._begin + timeout_s, wait):
             return None
         try:
@@ -103,13 +97,7 @@ class ForkedChild:
 
 
 def in_child(compute: Callable[[], Any], timeout_s: float) -> Any:
-    """Return what ``compute`` returns in a forked child, as JSON carries it.
-
-    Raises
-    ------
-    ChildError
-        If the system has no fork, ``compute`` raises, or there is no answer after ``timeout_s`` seconds.
-    """
+    """Return what ``compute`` returns in a forked child, by JSON; ChildError without an answer in time."""
     return ForkedChild(compute).answer(timeout_s)
 
 

@@ -29,13 +29,7 @@ _mirrors: list[Mirror] = []  # they last as long as the process
 
 
 def readable_run(text: str, is_needed: Callable[[PurePosixPath], bool] = lambda _: True) -> Path:
-    """Return the directory of a run that a command reads; behind a URL, of its copy with what is needed.
-
-    Raises
-    ------
-    RunFormatError
-        If the URL cannot be read, or a package for it is missing.
-    """
+    """Return the directory of a run to read; behind a URL, of its needed copy, or a RunFormatError."""
     if "://" not in str(text):  # a default is a Path already
         return Path(text)
     from backlight.store.read.remote import Mirror, is_url
@@ -47,13 +41,7 @@ def readable_run(text: str, is_needed: Callable[[PurePosixPath], bool] = lambda 
 
 
 def own_run(text: str) -> Path:
-    """Return the directory of a run that a command changes.
-
-    Raises
-    ------
-    ValueError
-        If it is a URL.
-    """
+    """Return the directory of a run that a command changes; a URL is a ValueError."""
     if "://" in text:
         raise ValueError(f"{text}: only a run on this machine can be changed; copy it here first")
     return Path(text)
@@ -139,13 +127,7 @@ def with_settings(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def given_options(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str, Any]:
-    """Return the settings that were given, those of a monitor in a mapping of its own.
-
-    Raises
-    ------
-    ValueError
-        If an item of ``--set`` has another form.
-    """
+    """Return the settings that were given, of a monitor in a mapping; ValueError for a bad ``--set``."""
     options = assigned(changes)
     for name, value in values.items():
         if value is not None and value is not False and value != ():
@@ -157,13 +139,7 @@ def given_options(values: Mapping[str, Any], changes: Sequence[str]) -> dict[str
 
 @contextlib.contextmanager
 def options_as_typed(context: click.Context, options: Mapping[str, Any]) -> Iterator[None]:
-    """Reword errors of settings: those ``given`` on the command line are called by their options.
-
-    Raises
-    ------
-    ValueError
-        In place of a SettingError; the settings of a file keep the names of its keys.
-    """
+    """Turn a SettingError into a ValueError that calls settings of the command line by their options."""
     config = context.params.get("config")
     flags = {name: setting.flags[0] for name, _, _, setting in _flagged()}
     try:
@@ -179,13 +155,7 @@ def options_as_typed(context: click.Context, options: Mapping[str, Any]) -> Iter
 
 
 def parse_fail_on(text: str | None, allowed: Collection[str]) -> frozenset[str]:
-    """Return the names of a ``--fail-on`` other than that of findings; ``any`` is all of them, None is none.
-
-    Raises
-    ------
-    ValueError
-        If a name is not one of ``known``.
-    """
+    """Return the names of a ``--fail-on``: all for ``any``, none for None; ValueError for an unknown one."""
     names = [] if text is None else [name.strip() for name in text.split(",")]
     for name in names:
         if name not in {*allowed, "any"}:
@@ -195,13 +165,7 @@ def parse_fail_on(text: str | None, allowed: Collection[str]) -> frozenset[str]:
 
 
 def given_or_latest(run: Path | None) -> Path:
-    """Return the run that was given, else the one in ``runs`` that was started last, named on stderr.
-
-    Raises
-    ------
-    NoRunError
-        If none was given and there is none.
-    """
+    """Return the run that was given, else the latest in ``runs``, named on stderr; NoRunError for none."""
     if run is not None:
         return run
     from backlight.store.read.run_list import latest_run

@@ -8,10 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from backlight.answer import Answer, ended
-from backlight.diagnose.checkpointing.observer import CheckpointObserver
-from backlight.diagnose.checkpointing.regions import Region
-from backlight.diagnose.missing_gradients.flow import FailedBackward
-from backlight.diagnose.missing_gradients.reasons import MissingCause, MissingGradients, ParameterState
+from backlight.diagnose.checkpointing.observer import CheckpointObserver, Region
+from backlight.diagnose.missing_gradients.reasons import (
+    FailedBackward,
+    MissingCause,
+    MissingGradients,
+    ParameterState,
+)
 from backlight.diagnose.nan.tracer import NanOrigin, NanTracer
 from backlight.diagnose.probes.hints import HintOutcome, HintResult, hint_lines
 from backlight.diagnose.probes.observer import ProbeObserver

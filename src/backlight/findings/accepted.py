@@ -66,13 +66,7 @@ def project_file() -> Path | None:
 
 
 def acceptances() -> tuple[Acceptance, ...]:
-    """Return what the project accepts.
-
-    Raises
-    ------
-    AcceptanceError
-        If the file cannot be read, or ``[tool.backlight]`` holds something else.
-    """
+    """Return what the project accepts; AcceptanceError where its file cannot be read or holds others."""
     file = project_file()
     return () if file is None else _read(file, file.stat().st_mtime_ns)
 
@@ -83,13 +77,7 @@ def _read(file: Path, _changed: int) -> tuple[Acceptance, ...]:
 
 
 def parsed(text: str, name: str) -> tuple[Acceptance, ...]:
-    """Return what the text of a pyproject.toml accepts; ``name`` is that of the file.
-
-    Raises
-    ------
-    AcceptanceError
-        If it is no TOML, or an entry has other keys than ``rule``, ``subject`` and ``reason``, or no reason.
-    """
+    """Return what the text of a pyproject.toml, the file ``name``, accepts; AcceptanceError for a bad one."""
     try:
         table = tomllib.loads(text).get("tool", {}).get("backlight", {})
     except (tomllib.TOMLDecodeError, AttributeError) as error:
@@ -145,13 +133,7 @@ def _marked(finding: Finding, accepting: Sequence[Acceptance]) -> Finding:
 
 
 def accept(findings: Sequence[Finding], rule: str, subject: str, reason: str) -> tuple[Path, int]:
-    """Add an entry to the pyproject.toml of the project, or to a new one; return it, and what it covers.
-
-    Raises
-    ------
-    AcceptanceError
-        If no finding matches, the reason is empty, or the file cannot take the entry.
-    """
+    """Add an entry to the pyproject.toml; return it, and what it covers; AcceptanceError for nothing."""
     entry = _acceptance({"rule": rule, "subject": subject, "reason": reason}, "--accept")
     covered = [finding for finding in findings if entry.covers(finding) and not finding.is_hint]
     if not covered:

@@ -52,13 +52,7 @@ class Limits:
         _CLASSES[cls.__module__, cls.__qualname__] = cls
 
     def override(self, changes: Mapping[str, Any]) -> Self:
-        """Return these limits with some values replaced; values are checked.
-
-        Raises
-        ------
-        ThresholdError
-            If a name is unknown or a value has the wrong type or lies out of bounds.
-        """
+        """Return these limits with some values replaced; ThresholdError for an unknown name or bad value."""
         fields = {f.name: f for f in dataclasses.fields(self)}
         return dataclasses.replace(self, **_checked(self.monitor, fields, changes))
 

@@ -7,9 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from backlight.records import Evidence, Finding
-from backlight.report.frames import COLUMNS
 from backlight.report.panel import Panel
-from backlight.report.source import Source
+from backlight.report.source import COLUMNS, Source
 from backlight.text import visible
 
 

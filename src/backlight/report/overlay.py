@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -23,46 +22,6 @@ from backlight.text import count, listed, number, visible
 
 SHOWN = 8
 """Runs that one chart can tell apart."""
-
-
-@dataclass(frozen=True)
-class OverlayPage:
-    """What the page shows.
-
-    ``measures`` are by measure and run; ``across`` names the horizontal axis.
-    """
-
-    title: str
-    runs: Table
-    measures: Mapping[str, Mapping[str, Series]]
-    across: str
-    remarks: Sequence[str] = ()
-
-
-def write_overlay(page: OverlayPage, target: Path) -> Path:
-    """Write the page to ``target`` and return its path; the file is replaced as a whole, or not at all."""
-    return write_page(document(content(page), visible(page.title)), target)
-
-
-def content(page: OverlayPage) -> dict[str, Any]:
-    """Return the page in the form of a run's, so that the same drawers show it."""
-    kinds: dict[str, dict[str, Mapping[str, Series]]] = {}
-    for name, of_run in page.measures.items():
-        kinds.setdefault(_kind(name), {})[name] = of_run
-    most = max((len(of_run) for of_run in page.measures.values()), default=0)
-    panels = [listing(page.runs, remarks=(*page.remarks, *left_out(most)))]
-    for title in ("Learning curves", "Progress measures", "Geometry of gradients"):
-        chosen = kinds.get(title, {})
-        charts = [
-            drawn for name, of_run in chosen.items() if (drawn := _chart(name, of_run, page)) is not None
-        ]
-        if charts:
-            panels.append(part(title.split(maxsplit=1)[0].lower(), title, "lines", {"charts": charts}))
-    every = [steps for of_run in page.measures.values() for steps, _ in of_run.values() if len(steps)]
-    ends = (min(int(s[0]) for s in every), max(int(s[-1]) for s in every)) if every else (0, 0)
-    state = compared(page.title, len(page.runs.rows), f"By {page.across}.", steps=ends)
-    state["across"] = page.across
-    return {**state, "panels": panels, "precision": "0 %", "version": __version__}
 
 
 def compared(
@@ -95,6 +54,8 @@ def compared(
         "attempts": [],
         "parameters": [],
         "reasons": {},
+        "precision": "0 %",
+        "version": __version__,
     }
 
 
@@ -113,13 +74,7 @@ def part(
 
 
 def write_answer(answer: Answer, title: str, target: Path) -> Path:
-    """Write an answer with its tables as a page or as Markdown, by the suffix of ``target``; return it.
-
-    Raises
-    ------
-    ValueError
-        If the suffix is neither .html nor .md.
-    """
+    """Write an answer as a page or as Markdown, by the suffix of ``target``; ValueError for another one."""
     if target.suffix == ".md":
         return write_page(answer_markdown(answer, title), target)
     if target.suffix != ".html":
@@ -132,8 +87,7 @@ def write_answer(answer: Answer, title: str, target: Path) -> Path:
     state = compared(title, 1, " ".join(f"{fact}." for fact in answer.facts), headline=answer.verdict)
     state["run"]["status"] = "analysed"
     state["verdict"]["about"] = [visible(note) for note in answer.notes]
-    panels = {"panels": tables, "precision": "0 %", "version": __version__}
-    return write_page(document({**state, **panels}, visible(title)), target)
+    return write_page(document({**state, "panels": tables}, visible(title)), target)
 
 
 def stated_part(name: str, title: str, text: str) -> dict[str, Any]:
@@ -155,29 +109,6 @@ def listing(
 def left_out(runs: int) -> list[str]:
     """Return the sentence on runs that the charts leave out, if there are any."""
     return [f"The first {SHOWN} runs are drawn in each chart."] if runs > SHOWN else []
-
-
-def _chart(name: str, of_run: Mapping[str, Series], page: OverlayPage) -> dict[str, Any] | None:
-    lines = [
-        Line(visible(run), steps, values)
-        for run, (steps, values) in list(of_run.items())[:SHOWN]
-        if len(steps)
-    ]
-    if not lines:
-        return None
-    share = name.endswith("_accuracy")
-    axis = (
-        Axis("share of samples", low=0.0, high=1.0)
-        if share
-        else Axis("", log=spans_decades(*(line.values for line in lines), factor=30.0))
-    )
-    return chart(lines, axis, title=visible(name), across=page.across)
-
-
-def _kind(name: str) -> str:
-    if "/" not in name:
-        return "Learning curves"
-    return "Progress measures" if name.startswith("progress/") else "Geometry of gradients"
 
 
 def curve_panels(sources: Sequence[tuple[str, Source]]) -> Iterator[dict[str, Any]]:

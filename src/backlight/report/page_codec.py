@@ -32,13 +32,7 @@ _TYPES = {"f8": "<f8", "f4": "<f4", "i4": "<i4", "u2": "<u2", "u1": "u1"}
 
 
 def pack(array: NDArray[Any]) -> Packed:
-    """Pack an array exactly; 64-bit integers travel as float64, exact up to 2^53.
-
-    Raises
-    ------
-    TypeError
-        If the array holds something else than booleans and real numbers.
-    """
+    """Pack booleans and real numbers exactly, integers up to 2^53 as float64; TypeError for others."""
     if array.dtype == np.bool_:
         array = array.astype(np.uint8)
     if array.dtype.kind in "iu" and array.dtype.itemsize > 2:

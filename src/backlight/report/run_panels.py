@@ -7,10 +7,10 @@ from typing import Any
 
 from backlight.findings.limits import declared
 from backlight.report.charts import NUMBERS, Axis, Line, chart, spans_decades
-from backlight.report.cost import describe_cost
 from backlight.report.evidence_links import matching_segments
 from backlight.report.panel import Drawn, NotMeasured, in_order, panel
 from backlight.report.source import Source
+from backlight.report.verdict import describe_cost
 from backlight.store.format.schema import COST
 from backlight.text import listed, number, visible
 

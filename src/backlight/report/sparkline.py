@@ -10,11 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.records import Evidence
-from backlight.report.charts import spans_decades
+from backlight.report.charts import spans_decades, step_gaps, within
 from backlight.report.evidence_links import Place
-from backlight.report.frames import COLUMNS, keep
-from backlight.report.source import Series, Source
-from backlight.report.step_gaps import step_gaps, within
+from backlight.report.source import COLUMNS, Series, Source, keep
 from backlight.text import visible
 
 BARS = "▁▂▃▄▅▆▇█"

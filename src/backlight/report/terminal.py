@@ -16,12 +16,12 @@ from rich.text import Text
 
 from backlight.findings.evaluate import findings_of
 from backlight.records import Finding, Severity
-from backlight.report.cost import describe_cost
 from backlight.report.source import Source
 from backlight.report.sparkline import evidence_line, outstanding, sparkline
 from backlight.report.verdict import (
     PARTED,
     RunOutcome,
+    describe_cost,
     explaining_command,
     hints_line,
     measurements,

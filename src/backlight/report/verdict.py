@@ -1,4 +1,4 @@
-"""The summary of a run: its headline, how its process ended, and what was not measured.
+"""The summary of a run: its headline, how its process ended, what was not measured, and the cost of watching.
 
 The text is the same on the page, in Markdown and in the terminal. Without findings it states what was
 measured; it never states that a run is healthy.
@@ -7,19 +7,22 @@ measured; it never states that a run is healthy.
 from __future__ import annotations
 
 import datetime
+import math
 import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from backlight.findings.evaluate import Withdrawn, withdrawn
 from backlight.findings.losses import losses_of
 from backlight.records import OTHERS, Finding, RunStatus, Severity
 from backlight.report.panel import FactLine, MonitorSummary, in_order
 from backlight.report.source import APART, Source
-from backlight.store.format.schema import DISK_LIMIT, ENDED, EXCEPTION, STOPPED
+from backlight.store.format.schema import COST, DISK_LIMIT, ENDED, EXCEPTION, REPEATED_WRITES, STOPPED
 from backlight.store.read.run import Event, Run
-from backlight.text import count, duration, listed, number, visible, with_unit
+from backlight.text import count, duration, listed, number, percent, visible, with_unit
 
 STATUS = {
     RunStatus.RUNNING: "still running when this was written",
@@ -318,7 +321,7 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
         if event.payload.get("parameters"):
             continue  # those parameters are listed above, if they never were measured
         what = visible(event.payload.get("what", "something"))
-        if what == OTHERS and _whole(source):
+        if what == OTHERS and all(len(a.ranks) == a.world_size > 1 for a in source.run.attempts):
             continue  # said by a part that has been joined since
         reason = visible(event.payload.get("reason", "no reason was noted"))
         by_reason.setdefault((what, reason), Unmeasured(what, reason))
@@ -328,11 +331,6 @@ def _unmeasured(source: Source) -> tuple[Unmeasured, ...]:
         left = f"{reason}; recorded instead: {visible(event.payload.get('to', 'a cheaper tier'))}."
         by_reason.setdefault((what, left), Unmeasured(what, left))
     return (*listed_here, *by_reason.values())
-
-
-def _whole(source: Source) -> bool:
-    """Return whether the ranks of every attempt are here; one of a single process lacks no one."""
-    return all(len(a.ranks) == a.world_size > 1 for a in source.run.attempts)
 
 
 def where(finding: Finding) -> list[tuple[str, str]]:
@@ -362,3 +360,39 @@ def measurements(finding: Finding) -> list[tuple[str, str, str]]:
         )
         for evidence in finding.evidence
     ]
+
+
+# Host time that a run spent in backlight, at its start, at its end and in its steps; writes it repeated.
+
+
+def describe_cost(source: Source) -> str:
+    """Return the parts that are known, as ``310 ms at the start, 90 ms at the end, …``."""
+    parts = [f"{duration(seconds)} at the {part}" for part, seconds in _fixed(source.run).items()]
+    spent, clock = source.scalar("cost"), source.scalar("time")
+    if len(spent.steps):
+        parts.append(f"{duration(float(np.nanmedian(spent.values)))} per recorded step (median)")
+        if len(clock.steps) > 1 and (elapsed := float(clock.values[-1] - clock.values[0])) > 0:
+            within = (spent.steps > clock.steps[0]) & (spent.steps <= clock.steps[-1])
+            share = percent(float(np.nansum(spent.values[within])) / elapsed)
+            parts.append(f"{share} of the time between the first step and the last")
+    if repeated := source.run.events(REPEATED_WRITES):
+        writes = count(sum(int(event.payload.get("writes", 0)) for event in repeated), "write")
+        parts.append(
+            f"{writes} failed and succeeded later (last: {visible(repeated[-1].payload.get('reason'))})"
+        )
+    return ", ".join(parts)
+
+
+def _fixed(run: Run) -> dict[str, float]:
+    """Return the seconds of start and end on the lowest rank of the newest attempt that recorded them."""
+    events = run.events(COST)
+    newest = max((event.attempt for event in events), default=0)
+    rank = min((event.rank for event in events if event.attempt == newest), default=0)
+    payloads = [event.payload for event in events if (event.attempt, event.rank) == (newest, rank)]
+    fixed: dict[str, float] = {}
+    for part in ("start", "end"):
+        seconds = [payload.get("seconds") for payload in payloads if payload.get("part") == part]
+        finite = [float(s) for s in seconds if isinstance(s, int | float) and math.isfinite(s)]
+        if finite:
+            fixed[part] = sum(finite)
+    return fixed

@@ -13,8 +13,7 @@ from backlight.interrupts import is_interrupt, suppressed
 from backlight.monitor import MONITORS, NEVER, Monitor, Output, RunHandle, Timed
 from backlight.records import FROM_HERE_ON
 from backlight.registry import warn
-from backlight.session.live_findings import LiveFindings
-from backlight.session.outputs import CallbackOutput, NotebookOutput, PrintOutput
+from backlight.session.outputs import CallbackOutput, LiveFindings, NotebookOutput, PrintOutput
 from backlight.session.run_directory import FingerprintOutput
 from backlight.session.stop import StopOutput
 from backlight.session.trackers.output import TrackerOutput

@@ -261,26 +261,14 @@ class Settings:
         return dataclasses.replace(settings, of_monitors=of_monitors)
 
     def check_names(self) -> None:
-        """Refuse unknown monitors and rules, without torch: before a script starts.
-
-        Raises
-        ------
-        SettingError
-            If a name is unknown; a monitor that only a plug-in may add is left to the watch.
-        """
+        """Raise a SettingError for unknown monitors and rules, but where plug-ins may add some; no torch."""
         if not MONITORS.group_is_extended():
             check_monitors(self.monitors, built_in_monitors())
         if self.stop_on:
             self.stops_on()
 
     def stops_on(self) -> Callable[[Finding], bool]:
-        """Return a predicate that is true of findings that ``stop_on`` names.
-
-        Raises
-        ------
-        SettingError
-            If a name is unknown, or its rule needs a monitor that is not requested.
-        """
+        """Return a predicate of findings by ``stop_on``; SettingError for what does not exist."""
         # With it comes numpy, which no script without torch may find loaded.
         from backlight.findings.evaluate import named_findings  # noqa: PLC0415
 
@@ -297,13 +285,7 @@ class Settings:
 
 
 def parsed(kind: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values that were given for the fields of ``kind``, each as its option reads it.
-
-    Raises
-    ------
-    ValueError
-        If an option cannot read one.
-    """
+    """Return values for fields of ``kind``, as their options read them; ValueError where one cannot."""
     options = options_of(kind)
     return {name: _read(options[name], value) for name, value in values.items()}
 

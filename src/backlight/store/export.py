@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import enum
 import io
 import tarfile
 import time
@@ -55,56 +54,56 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """First characters by which a spreadsheet takes a cell for a formula, or for one after a separator."""
 
 
-class Rows(enum.StrEnum):
-    """Meaning of a row of an exported table."""
-
-    PARAMETERS = "parameters"
-    SPECTRA = "spectra"
-
-
 def export(
     run: Run,
     target: str | Path,
+    table: str | None = None,
     *,
-    overwrite: bool = False,
-    rows: Rows | str | None = None,
+    findings: Callable[[], Sequence[Finding]] | None = None,
     max_directions: int | None = None,
+    overwrite: bool = False,
     raw: bool = False,
 ) -> tuple[Path, ...]:
     """Write ``run`` to ``target``, which ends in ``.csv``, ``.parquet`` or ``.h5``, and return the files.
 
-    In CSV a text that a spreadsheet would take for a formula gets a quote in front, unless ``raw``.
+    ``table`` is ``parameters``, the long table with the scalars in a file next to it; ``spectra``; the name
+    of another table, of which ``parameter-table`` lists the parameters; or ``all``, each in
+    ``NAME.<table>.<ending>``. By default it is that of what the run holds. In CSV a text that a spreadsheet
+    would take for a formula gets a quote in front, unless ``raw``.
+
+    Raises
+    ------
+    ExportError
+        If the target, the table or ``max_directions`` cannot be used.
     """
     target = Path(target)
     check_target(target, ENDINGS, f"use one of {', '.join(ENDINGS)}")
-    kind = _chosen_rows(run, target, rows, max_directions)
     if target.suffix.lower() == ".h5":
+        if table is not None or max_directions is not None:
+            raise ExportError(
+                f"{target}: .h5 holds every series and array; --table and --max-directions are for tables"
+            )
         return publish_files({target: lambda path: _write_h5(run, path)}, overwrite=overwrite)
-    if kind is Rows.SPECTRA:
-        tables = {target: spectra_table(run, max_directions)}
+    if table is None:
+        table = "spectra" if run.events(LAYER) and not run.has("gradient") else "parameters"
+    if max_directions is not None and table != "spectra":
+        raise ExportError("--max-directions is for the rows of spectra; add --table spectra")
+    tables = {} if table in {"parameters", "spectra"} else tables_of(run, findings)
+    name = "parameters" if table == "parameter-table" else table
+    if table == "parameters":
+        chosen = {"": long_table(run), "scalars": scalars_table(run)}
+    elif table == "spectra":
+        chosen = {"": spectra_table(run, max_directions)}
+    elif table == "all":
+        chosen = tables
+    elif name in tables:
+        chosen = {"": tables[name]}
     else:
-        scalars = target.with_name(f"{target.stem}.scalars{target.suffix}")
-        tables = {target: long_table(run), scalars: scalars_table(run)}
-    return publish_files(_writers(tables, raw=raw), overwrite=overwrite)
-
-
-def export_tables(
-    run: Run,
-    target: Path,
-    name: str | None = None,
-    *,
-    findings: Callable[[], Sequence[Finding]] | None = None,
-    overwrite: bool = False,
-    raw: bool = False,
-) -> tuple[Path, ...]:
-    """Write one table of a run, or without a name all, each to ``NAME.<table>.<ending>``."""
-    check_target(target, TABLE_ENDINGS, "tables are .csv or .parquet")
-    tables = tables_of(run, findings)
-    if name is not None and name not in tables:
-        raise ExportError(f"{run.path}: holds no table {name!r}; it has {', '.join(tables)}")
-    if name is not None:
-        return publish_files(_writers({target: tables[name]}, raw=raw), overwrite=overwrite)
-    paths = {target.with_name(f"{target.stem}.{t.name}{target.suffix}"): t for t in tables.values()}
+        raise ExportError(f"{run.path}: holds no table {table!r}; it has {', '.join(tables)}")
+    paths = {
+        target.with_name(f"{target.stem}.{part}{target.suffix}") if part else target: stored
+        for part, stored in chosen.items()
+    }
     return publish_files(_writers(paths, raw=raw), overwrite=overwrite)
 
 
@@ -133,23 +132,6 @@ def check_target(target: Path, endings: Sequence[str], fix: str) -> None:
         require(package, what=str(target))
     if not target.parent.is_dir():
         raise ExportError(f"{target}: the folder {target.parent} does not exist; create it first")
-
-
-def _chosen_rows(run: Run, target: Path, rows: Rows | str | None, max_directions: int | None) -> Rows:
-    try:
-        kind = None if rows is None else Rows(rows)
-    except ValueError:
-        raise ExportError(f"rows must be one of {', '.join(Rows)}, got {rows!r}") from None
-    if target.suffix.lower() == ".h5" and (kind is not None or max_directions is not None):
-        raise ExportError(
-            f"{target}: .h5 holds every series and array; --table and --max-directions are for tables"
-        )
-    if kind is None:
-        spectra_only = bool(run.events(LAYER)) and not run.has("gradient")
-        kind = Rows.SPECTRA if spectra_only else Rows.PARAMETERS
-    if kind is Rows.PARAMETERS and max_directions is not None:
-        raise ExportError("--max-directions is for the rows of spectra; add --table spectra")
-    return kind
 
 
 def _writers(tables: Mapping[Path, StoredTable], *, raw: bool) -> dict[Path, Callable[[Path], None]]:

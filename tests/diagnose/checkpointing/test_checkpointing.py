@@ -11,8 +11,7 @@ import torch.utils.checkpoint
 
 from answers import Command
 from backlight.capture.hub import HUB
-from backlight.diagnose.checkpointing.observer import CheckpointObserver
-from backlight.diagnose.checkpointing.regions import Region
+from backlight.diagnose.checkpointing.observer import CheckpointObserver, Region
 from cases import CASES, assert_equal
 from faults.checkpointing import FAULTS
 from faults.injection import Fault, Train, end, run_under

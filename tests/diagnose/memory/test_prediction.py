@@ -30,8 +30,7 @@ from backlight.diagnose.memory.predictor import (
     largest_batch,
     predict,
 )
-from backlight.diagnose.memory.result import PredictedMemory, PredictionError
-from backlight.diagnose.memory.storage_log import MemoryKind
+from backlight.diagnose.memory.result import MemoryKind, PredictedMemory, PredictionError
 from backlight.launch.recipe import Recipe, read_recipe
 from diagnose.memory import matrix_recipe as matrix
 from diagnose.memory import measured

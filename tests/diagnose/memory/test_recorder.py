@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from backlight.diagnose.memory.operations import OperationCounter
 from backlight.diagnose.memory.prediction import checkpoint_modules
-from backlight.diagnose.memory.recorder import MemoryRecorder
-from backlight.diagnose.memory.storage_log import Account, MemoryKind, Storage
+from backlight.diagnose.memory.recorder import MemoryRecorder, OperationCounter
+from backlight.diagnose.memory.result import Account, MemoryKind, Storage
 from backlight.records import Phase
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backlight.diagnose.memory.storage_log import Account, MemoryKind, Storage, StorageLog
+from backlight.diagnose.memory.result import Account, MemoryKind, Storage, StorageLog
 
 MODULES = ("", "a", "a.b", "c")
 

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from backlight.capture.calls import ModuleCalls
-from backlight.diagnose.missing_gradients import flow
-from backlight.diagnose.missing_gradients.flow import WalkError, find_overwritten, walk
+from backlight.diagnose.missing_gradients import reasons
+from backlight.diagnose.missing_gradients.reasons import WalkError, find_overwritten, walk
 from backlight.diagnose.missing_gradients.tape import Tape
-from backlight.diagnose.node_origin import Origin, Origins
+from backlight.diagnose.script_observer import Origin, Origins
 from backlight.user_code import user_line
 from processes import run_captured
 
@@ -71,7 +71,7 @@ def test_origins_of_unrecorded_numbers() -> None:
 
 CHAIN = """
 import gc, resource, sys, torch
-from backlight.diagnose.missing_gradients.flow import walk
+from backlight.diagnose.missing_gradients.reasons import walk
 from backlight.diagnose.missing_gradients.observer import MissingGradientObserver
 limit = 2 << 20  # a fourth of the usual one, as is the chain of what overflows that
 resource.setrlimit(resource.RLIMIT_STACK, (limit, resource.getrlimit(resource.RLIMIT_STACK)[1]))
@@ -126,14 +126,14 @@ def test_failing_walk_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(_tensors: object) -> object:
         raise KeyError("node")
 
-    monkeypatch.setattr(flow, "_walk", broken)
+    monkeypatch.setattr(reasons, "_walk", broken)
     with pytest.raises(WalkError, match="the walk of the autograd graph failed: KeyError: 'node'"):
         walk([torch.ones((), requires_grad=True)])
 
 
 def test_long_walk_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(flow, "WALK_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(flow, "_walk", lambda _tensors: time.sleep(60))
+    monkeypatch.setattr(reasons, "WALK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(reasons, "_walk", lambda _tensors: time.sleep(60))
     with pytest.raises(WalkError, match="took longer than 0 s"):
         walk([torch.ones((), requires_grad=True)])
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backlight.diagnose.profile.module_tree import module_tree
-from backlight.diagnose.profile.step_summary import StepTime, summarize_steps
+from backlight.diagnose.profile.step_summary import StepTime, module_tree, summarize_steps
 from backlight.trace.module_times import ModuleTime
 
 MODULES = (

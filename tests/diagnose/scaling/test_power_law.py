@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backlight.diagnose.scaling.power_law import ScalingError, fit
+from backlight.diagnose.scaling.sweep import ScalingError, fit
 
 
 def test_exponents_of_two_settings_are_found_exactly() -> None:

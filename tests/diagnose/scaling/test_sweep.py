@@ -12,9 +12,8 @@ import pytest
 from backlight import clock, codec
 from backlight.cli.console import Page
 from backlight.diagnose.scaling import sweep as sweeps
-from backlight.diagnose.scaling.answer import answer as sweep_answer
-from backlight.diagnose.scaling.power_law import ScalingError
-from backlight.diagnose.scaling.sweep import ScalingPoint, _ask, _laws, parse_axes, sweep
+from backlight.diagnose.scaling.sweep import ScalingError, ScalingPoint, _ask, _laws, parse_axes, sweep
+from backlight.diagnose.scaling.sweep import answer as sweep_answer
 from backlight.diagnose.scaling.worker import answer, measure
 from backlight.launch.recipe import RecipeError, read_recipe
 

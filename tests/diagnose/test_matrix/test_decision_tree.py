@@ -7,8 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from backlight.diagnose.test_matrix.decision_tree import Status, check_tree, walk
-from backlight.diagnose.test_matrix.evaluation import CaseComparison, Effect, Evaluation
+from backlight.diagnose.test_matrix.evaluation import (
+    CaseComparison,
+    Effect,
+    Evaluation,
+    Status,
+    check_tree,
+    walk,
+)
 from backlight.diagnose.test_matrix.plan import MatrixPlan, read_plan
 from backlight.records import DiagnosisKind
 

@@ -48,7 +48,7 @@ def test_the_example_finds_its_fault(tmp_path: Path) -> None:
     line = int(blocked.evaluation.line.rpartition(":")[2])
     assert "with LOCK" in lines[line - 1]
     todo = next(t for t in answer(report).tables if t.title == "What to do, in this order")
-    assert (todo.rows[0].at, todo.rows[0].why[:24]) == ("train.py:41", "recomputation takes a lo")
+    assert (todo.rows[0][1], todo.rows[0][2][:24]) == ("train.py:41", "recomputation takes a lo")
     assert "with LOCK, torch" in lines[40]
 
 

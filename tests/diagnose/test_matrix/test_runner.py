@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from backlight.diagnose.test_matrix.decision_tree import Status
-from backlight.diagnose.test_matrix.evaluation import Effect
+from backlight.diagnose.test_matrix.evaluation import Effect, Status
 from backlight.diagnose.test_matrix.plan import PlanError
 from backlight.diagnose.test_matrix.report import (
     MatrixDirectoryError,
@@ -137,12 +136,12 @@ def test_the_tree_is_walked_and_actions_are_ordered(done: tuple[Path, MatrixRepo
     }  # fmt: skip
     assert report.headline == "the wait"
     first, *others = next(t for t in answer(report).tables if t.title == "What to do, in this order").rows
-    assert (first.do, first.at, first.why) == ("do not wait", "job.py:7", "the wait")
-    assert first.verify.startswith("backlight test-matrix ")
-    waits = next(advice for advice in others if advice.do == "find out what should end this wait")
-    assert waits.at.endswith("job.py:7")
-    assert waits.why.startswith("job=waits: BLOCKED")
-    assert waits.verify.endswith("--again job=waits")
+    assert first[:3] == ("do not wait", "job.py:7", "the wait")
+    assert first[3].startswith("backlight test-matrix ")
+    _, at, why, verify = next(row for row in others if row[0] == "find out what should end this wait")
+    assert at.endswith("job.py:7")
+    assert why.startswith("job=waits: BLOCKED")
+    assert verify.endswith("--again job=waits")
 
 
 @alone
@@ -157,7 +156,7 @@ def test_the_report_is_read_back_and_rendered(done: tuple[Path, MatrixReport]) -
     for part in wanted:
         assert part in text, part
     stated = next(t for t in answer(report).tables if t.title == "Evidence").rows
-    files = [name for line in stated if line.what == "files" for name in line.text.split(", ")]
+    files = [name for _, what, text in stated if what == "files" for name in text.split(", ")]
     assert len(files) >= 2 * len(report.cases)
     for name in files:
         assert (out / name).exists(), name

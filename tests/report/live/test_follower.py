@@ -20,8 +20,7 @@ from backlight.analysis.live import followed
 from backlight.records import Finding, RunStatus
 from backlight.report import verdict
 from backlight.report.live import follower
-from backlight.report.live.follower import FollowedRun, Standing
-from backlight.report.live.overlay import Several
+from backlight.report.live.follower import FollowedRun, Several, Standing
 from backlight.report.panel import Drawn, Panel, in_order
 from backlight.report.source import Source
 from backlight.store.errors import RunFormatError

@@ -16,8 +16,8 @@ import pytest
 
 from backlight import atomic_files
 from backlight.records import Fingerprint, RunStatus
-from backlight.report.cost import describe_cost
 from backlight.report.source import Source
+from backlight.report.verdict import describe_cost
 from backlight.store import connections, filesystem
 from backlight.store.read.run import open_run
 from backlight.store.write import database

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from backlight.cli.app import command
-from backlight.cli.console import Page, print_answer
+from backlight.cli.console import Page, count_bar, print_answer
 from backlight.cli.options import (
     PATH,
     Annotation,
@@ -27,7 +27,6 @@ from backlight.cli.options import (
     store_option,
     tables_option,
 )
-from backlight.cli.progress import count_bar
 from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
@@ -226,8 +225,7 @@ def check_script(
 
 def _regions(context: click.Context, script: str, fail_on: str | None, *, module: bool, as_json: bool) -> int:
     """Inspect the checkpointed regions of a script; return the exit code."""
-    from backlight.diagnose.checkpointing.observer import CheckpointObserver
-    from backlight.diagnose.checkpointing.regions import REMARK_KINDS
+    from backlight.diagnose.checkpointing.observer import REMARK_KINDS, CheckpointObserver
     from backlight.diagnose.explanations import regions_answer
     from backlight.launch.observe import end_script
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import click
 
 from backlight.cli.app import command
-from backlight.cli.console import print_answer
+from backlight.cli.console import count_bar, print_answer
 from backlight.cli.options import PATH, json_option, overwrite_option, ray_option, tables_option
-from backlight.cli.progress import count_bar
 from backlight.extras import require
 from backlight.terminal import write
 from backlight.text import parse_size
@@ -83,7 +82,7 @@ def spectra(
         outcome = measure_spectra(request, lambda stage: bar(stage.done, stage.total, stage.text))
     if outcome.rank:
         return 0
-    from backlight.diagnose.spectra.answer import answer
+    from backlight.diagnose.spectra.run import answer
     from backlight.store.read.run import open_run
 
     print_answer(answer(outcome, open_run(outcome.path)), as_json=as_json, full=True)
@@ -132,8 +131,7 @@ def sweep(
 
     Each size runs in its own process, one after the other; with --ray as a task of a Ray cluster.
     """
-    from backlight.diagnose.scaling.answer import answer
-    from backlight.diagnose.scaling.sweep import parse_axes
+    from backlight.diagnose.scaling.sweep import answer, parse_axes
     from backlight.diagnose.scaling.sweep import sweep as run
     from backlight.launch.ray_tasks import RayOptions
     from backlight.launch.recipe import parse_settings

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import click
 
 from backlight.cli.app import command
-from backlight.cli.console import print_answer, print_json
+from backlight.cli.console import count_bar, print_answer, print_json
 from backlight.cli.options import (
     PATH,
     RUNS,
@@ -27,7 +27,6 @@ from backlight.cli.options import (
     run_or_latest,
     tables_option,
 )
-from backlight.cli.progress import count_bar
 from backlight.terminal import make_console, write
 
 if TYPE_CHECKING:
@@ -35,13 +34,7 @@ if TYPE_CHECKING:
 
 
 def listed_folder(text: str) -> Path:
-    """Return a directory of runs; behind a URL, a copy with what a list of them needs.
-
-    Raises
-    ------
-    RunFormatError
-        If the URL cannot be read, or a package for it is missing.
-    """
+    """Return a directory of runs; behind a URL, a copy with what a list needs, or a RunFormatError."""
     from backlight.store.read.run_list import is_listed
 
     return readable_run(text, is_listed)
@@ -223,7 +216,6 @@ def export(
     from backlight.findings.evaluate import findings_of
     from backlight.session.trackers.metrics import send_all
     from backlight.store.export import export as export_run
-    from backlight.store.export import export_tables
     from backlight.store.read.run import open_run
     from backlight.text import count
 
@@ -231,24 +223,16 @@ def export(
         path, target = None, path
     if target is None and not tracker:
         raise click.BadParameter("name a FILE to write, or a tracker with --tracker NAME=TARGET")
-    if table == "all" and max_directions:
-        raise click.BadParameter("--table all is every table: leave --max-directions out")
     run = open_run(given_or_latest(path))
     for sent in send_all(run, tracker):
         write(f"{sent.tracker}: {count(sent.steps, 'step')}, {count(sent.findings, 'finding')}")
     if target is None:
         return
-    if table not in {None, "parameters", "spectra"}:
-        name = {"all": None, "parameter-table": "parameters"}.get(table, table)
-        made = export_tables(
-            run, target, name, findings=lambda: findings_of(run), overwrite=overwrite, raw=raw
-        )
-        write(*made, sep="\n")
-        return
-    for written in export_run(
-        run, target, overwrite=overwrite, rows=table, max_directions=max_directions, raw=raw
-    ):
-        write(written)
+    made = export_run(
+        run, target, table, findings=lambda: findings_of(run), max_directions=max_directions,
+        overwrite=overwrite, raw=raw,
+    )  # fmt: skip
+    write(*made, sep="\n")
 
 
 @command(
@@ -340,7 +324,7 @@ def compare(
     comparison = compare_runs(opened, strict=strict, factor=factor)
     print_answer(answer(comparison), as_json=as_json, full=full)
     if out is not None:
-        from backlight.analysis.comparison_page import write_comparison
+        from backlight.analysis.comparison_answer import write_comparison
 
         write(write_comparison(comparison, opened, out), file=sys.stderr if as_json else sys.stdout)
     return 0
@@ -360,13 +344,12 @@ def _check_against(good: Sequence[Path], runs: Sequence[Path], *, as_json: bool,
 def _overlay(
     runs: Sequence[RunReader], measures: Sequence[str], out: Path | None, *, align: bool, as_json: bool
 ) -> int:
-    from backlight.analysis.overlay import answer, as_page, overlay
-    from backlight.report.overlay import write_overlay
+    from backlight.analysis.overlay import answer, overlay, write_overlay
 
     overlaid = overlay(runs, align=align, only=measures)
     print_answer(answer(overlaid), as_json=as_json, full=True)
     if out is not None:
-        write(write_overlay(as_page(overlaid), out), file=sys.stderr if as_json else sys.stdout)
+        write(write_overlay(overlaid, out), file=sys.stderr if as_json else sys.stdout)
     return 0
 
 

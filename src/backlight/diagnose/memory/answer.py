@@ -51,7 +51,8 @@ def answer(result: MeasuredMemory | PredictedMemory, *, with_checkpointing: bool
 def _verdict(result: MeasuredMemory | PredictedMemory) -> str:
     """Return the peak and what most of it is, in one line."""
     kind, nbytes = max(result.kinds.items(), key=lambda item: item[1])
-    most = f"mostly {_words(kind)} ({_share(result, nbytes)})"
+    share = percent(nbytes / result.peak) if result.peak else "-"
+    most = f"mostly {_words(kind)} ({share})"
     line = f"peak {size(result.peak)} in {result.phase_at_peak}, {most}"
     if isinstance(result, MeasuredMemory):
         where = "" if result.device == "cpu" else f", on {result.device}"
@@ -158,10 +159,6 @@ def _parameters(amount: int) -> str:
 
 def _words(kind: str) -> str:
     return str(kind).replace("_", " ")
-
-
-def _share(result: MeasuredMemory | PredictedMemory, nbytes: int) -> str:
-    return percent(nbytes / result.peak) if result.peak else "-"
 
 
 def _range(pair: tuple[int, int]) -> str:

@@ -16,15 +16,14 @@ from backlight import devices
 from backlight.capture.hub import HUB
 from backlight.capture.modules import live_objects
 from backlight.capture.step_summary import StepSummary
-from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter
-from backlight.diagnose.memory.recorder import MemoryRecorder
+from backlight.diagnose.memory.recorder import LogitsTracker, MemoryRecorder, OperationCounter
 from backlight.diagnose.memory.result import (
     GRANULE_BYTES,
+    Account,
     AllocatorStatistics,
     MeasuredMemory,
     account_fields,
 )
-from backlight.diagnose.memory.storage_log import Account
 from backlight.diagnose.script_observer import StepObserver
 from backlight.launch.observe import end_script, explain
 from backlight.launch.script import NoTrainingError

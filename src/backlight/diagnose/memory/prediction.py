@@ -26,16 +26,15 @@ from torch.utils.checkpoint import checkpoint
 
 from backlight.capture.modules import named_parameters, walk
 from backlight.diagnose.memory.cuda_rules import CudaRules
-from backlight.diagnose.memory.operations import LogitsTracker, OperationCounter, underestimates
-from backlight.diagnose.memory.recorder import MemoryRecorder
+from backlight.diagnose.memory.recorder import LogitsTracker, MemoryRecorder, OperationCounter, underestimates
 from backlight.diagnose.memory.result import (
     GRANULE_BYTES,
+    Account,
     Blocks,
     PredictedMemory,
     PredictionError,
     account_fields,
 )
-from backlight.diagnose.memory.storage_log import Account
 from backlight.records import Phase
 
 Object = TypeVar("Object")

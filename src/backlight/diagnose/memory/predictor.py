@@ -1,19 +1,15 @@
 """Predict the memory of a recipe's step without allocating it, in a subprocess; search the largest batch.
 
 The process sees no accelerator, so that a recipe builds on the CPU, where fake tensors are safe; it serves as
-many predictions as a search needs. Where this process has imported no torch, as that of the command line, it
-is forked, and torch and the recipe are read once. Every number is a prediction of the whole step; nothing is
-extrapolated.
+many predictions as a search needs. Every number is a prediction of the whole step; nothing is extrapolated.
 """
 
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 import uuid
 import warnings
 from collections.abc import Callable, Collection, Mapping
@@ -23,11 +19,11 @@ from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from backlight.diagnose.memory.result import Fit, PredictedMemory, PredictionError, Saving
 from backlight.launch.recipe import Recipe, RecipeError, read_recipe
-from backlight.launch.subprocess import MARK, ProcessTree, start
+from backlight.launch.subprocess import ProcessTree, start
 
 MAX_BATCH = 2**20
 """Batch at which a search ends."""
@@ -79,26 +75,15 @@ def predict(
         return predictor.predict(recipe, checkpoint=checkpoint, reentrant=reentrant, device=device)
 
 
-class _Started(Protocol):
-    """A subprocess, spawned or forked."""
-
-    @property
-    def pid(self) -> int | None: ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return the exit code, or minus the signal; TimeoutExpired after ``timeout`` seconds."""
-
-
 class Predictor(AbstractContextManager["Predictor"]):
     """A subprocess that predicts; several predictions share its start."""
 
     def __init__(self) -> None:
         self._pipe, child = Pipe()
         mark = uuid.uuid4().hex
-        # Neither torch nor a thread is there to be forked in a state that a child cannot use.
-        lean = "torch" not in sys.modules and threading.active_count() == 1
-        self._process = (_Forked if lean else _spawn)(self._pipe, child, mark)
-        assert self._process.pid is not None
+        command = [sys.executable, "-m", "backlight.diagnose.memory.predictor", str(child.fileno())]
+        environment = {**os.environ, **_ENVIRONMENT}
+        self._process = start(command, Path.cwd(), environment, mark, 2, None, inherit=[child.fileno()])
         self._tree = ProcessTree(self._process.pid, mark)
         child.close()
 
@@ -134,36 +119,6 @@ class Predictor(AbstractContextManager["Predictor"]):
         if isinstance(reply, PredictedMemory):
             return reply
         raise PredictionError(str(reply))
-
-
-def _spawn(_parent: Connection, child: Connection, mark: str) -> _Started:
-    command = [sys.executable, "-m", "backlight.diagnose.memory.predictor", str(child.fileno())]
-    return start(command, Path.cwd(), {**os.environ, **_ENVIRONMENT}, mark, 2, None, inherit=[child.fileno()])
-
-
-class _Forked:
-    """A fork of this process that answers, with what it prints on standard error."""
-
-    def __init__(self, parent: Connection, child: Connection, mark: str) -> None:
-        def run() -> None:
-            parent.close()
-            os.setsid()
-            os.dup2(2, 1)
-            os.environ.update(_ENVIRONMENT, **{MARK: mark})
-            serve(child)
-
-        self._process = multiprocessing.get_context("fork").Process(target=run)
-        self._process.start()
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("prediction", timeout or 0.0)
-        return self._process.exitcode
 
 
 def largest_batch(

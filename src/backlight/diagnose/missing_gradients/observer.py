@@ -20,21 +20,19 @@ from backlight.capture.hub import HUB
 from backlight.capture.optimizers import parameters_of
 from backlight.capture.parameters import Candidate, RegistrationLines, candidates, named_roots
 from backlight.diagnose.missing_gradients import reasons
-from backlight.diagnose.missing_gradients.flow import (
+from backlight.diagnose.missing_gradients.reasons import (
     Flow,
     Graph,
-    WalkError,
-    find_freed,
-    find_overwritten,
-    walk,
-)
-from backlight.diagnose.missing_gradients.reasons import (
     MissingCause,
     MissingGradients,
     ParameterState,
     Reason,
+    WalkError,
+    find_freed,
+    find_overwritten,
     nonleaf_grad_reads,
     nonleaf_parameters,
+    walk,
 )
 from backlight.diagnose.missing_gradients.tape import NoneReturned, Tape, record_custom_functions
 from backlight.diagnose.script_observer import ScriptObserver

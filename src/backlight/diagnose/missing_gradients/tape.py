@@ -26,8 +26,7 @@ from backlight.capture.calls import (
     operation_name,
     written_in_place,
 )
-from backlight.diagnose.node_origin import Origin, next_number
-from backlight.diagnose.script_observer import OperationRecorder
+from backlight.diagnose.script_observer import OperationRecorder, Origin, next_number
 from backlight.interrupts import is_interrupt
 from backlight.user_code import SourceLine, definition, user_line
 

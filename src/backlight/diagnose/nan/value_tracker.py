@@ -16,8 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backlight.capture.batches import tensors_in
-from backlight.diagnose.node_origin import Origin, next_number
-from backlight.diagnose.script_observer import OperationRecorder
+from backlight.diagnose.script_observer import OperationRecorder, Origin, next_number
 from backlight.interrupts import is_interrupt
 from backlight.user_code import SourceLine, library_line, user_line
 

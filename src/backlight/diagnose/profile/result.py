@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from backlight import atomic_files, codec
 from backlight.diagnose.profile.controls import ControlResult
 from backlight.diagnose.profile.line_samples import LineSampling, LineTime, StackTime, speedscope
-from backlight.diagnose.profile.module_tree import ModuleRow
 from backlight.diagnose.profile.optimizations import Optimization
-from backlight.diagnose.profile.step_summary import OptimizerTime, PhaseTime, StepMilliseconds
+from backlight.diagnose.profile.step_summary import ModuleRow, OptimizerTime, PhaseTime, StepMilliseconds
 from backlight.distributed import launch_id, world
 from backlight.findings.evaluate import evaluate_rules
 from backlight.monitors.steptime.model.evidence import GARBAGE_COLLECTION, RUNTIME_INFO
@@ -180,13 +179,7 @@ def store_profile(profile: Profile, writer: RunWriter) -> ProfileResult:
 
 
 def write_flame_graph(result: ProfileResult, path: Path) -> None:
-    """Write the lines of a profile as a flame graph for speedscope.
-
-    Raises
-    ------
-    ValueError
-        If no line was sampled, or the disk refuses.
-    """
+    """Write the lines of a profile for speedscope; ValueError without a line, or where the disk refuses."""
     if not result.stacks:
         raise ValueError(f"{path}: not written: no line was sampled in steady steps; raise --timed")
     try:

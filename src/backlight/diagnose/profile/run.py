@@ -20,7 +20,6 @@ import psutil
 from backlight import devices
 from backlight.diagnose.profile.controls import control_from_environment
 from backlight.diagnose.profile.line_samples import MIN_SAMPLES, line_times, sampling, settle, stack_times
-from backlight.diagnose.profile.module_tree import module_tree
 from backlight.diagnose.profile.observer import ObservedProfile, ProfileObserver
 from backlight.diagnose.profile.optimizations import find_optimizations
 from backlight.diagnose.profile.result import PeakMemory, ProfileResult, write_flame_graph
@@ -28,6 +27,7 @@ from backlight.diagnose.profile.step_summary import (
     Attention,
     StepProfile,
     find_attention,
+    module_tree,
     optimizer_times,
     summarize_steps,
     throughput,

@@ -1,4 +1,4 @@
-"""Sweep of a recipe over sizes: each in its own process with a time limit, and a fit of how its cost grows.
+"""Sweep of a recipe over sizes, each in its own process: a fit of how the cost grows, and the answer.
 
 Torch is imported by those processes alone.
 """
@@ -12,15 +12,115 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from backlight import codec
-from backlight.diagnose.scaling.power_law import Exponent, PowerLaw, ScalingError, check_reach, fit
+from backlight.answer import Answer, Column, Table, ms, word
 from backlight.launch.ray_tasks import RayOptions, run_tasks
 from backlight.launch.recipe import RecipeError, parse_value, refuse_script
 from backlight.launch.subprocess import run_in_own_session
-from backlight.text import assignments
+from backlight.student_t import student_quantile
+from backlight.text import assignments, count, percent, scaled, size
+
+MAX_EXTRAPOLATION = 2.0
+"""Factor beyond the measured range up to which a fit may be evaluated."""
+
+
+class ScalingError(ValueError):
+    """A fit is not possible, or was evaluated too far from the measured sizes."""
+
+
+@dataclass(frozen=True)
+class Exponent:
+    """The power with which a quantity grows with one setting, and its interval."""
+
+    quantity: str
+    setting: str
+    value: float
+    low: float
+    high: float
+
+    @property
+    def faster_than_linear(self) -> bool:
+        """Whether the whole interval lies above 1."""
+        return self.low > 1.0
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """A quantity as a power law of settings, one exponent for each; ``points`` is the number of sizes.
+
+    ``misfit`` is the largest relative deviation of a point from the fit.
+    """
+
+    quantity: str
+    exponents: tuple[Exponent, ...]
+    points: int
+    misfit: float
+    constant: float
+    ranges: Mapping[str, tuple[float, float]]
+
+    def at(self, sizes: Mapping[str, float]) -> float:
+        """Return the quantity at other sizes, within twice the measured range."""
+        check_reach(self.ranges, sizes)
+        total = sum(e.value * float(np.log(float(sizes[e.setting]))) for e in self.exponents)
+        return float(np.exp(self.constant + total))
+
+
+def check_reach(ranges: Mapping[str, tuple[float, float]], sizes: Mapping[str, float]) -> None:
+    """Raise a ScalingError unless every setting has a size within twice its measured range."""
+    for setting, (low, high) in ranges.items():
+        if setting not in sizes:
+            raise ScalingError(f"no value of {setting}; expected one for each swept setting")
+        size = float(sizes[setting])
+        if not low / MAX_EXTRAPOLATION <= size <= high * MAX_EXTRAPOLATION:
+            raise ScalingError(
+                f"{setting}={size:g} lies beyond twice the range that was measured ({low:g} to {high:g}): "
+                "a power law is not known to hold there. Sweep nearer sizes"
+            )
+
+
+def fit(
+    quantity: str,
+    sizes: Mapping[str, Sequence[float]],
+    values: Sequence[float],
+    confidence: float = 0.95,
+) -> PowerLaw:
+    """Fit a power law of positive ``sizes`` by setting, each [points], to positive ``values`` [points]."""
+    names = list(sizes)
+    count = len(values)
+    if count < len(names) + 2:
+        raise ScalingError(
+            f"{quantity}: {count} points for {len(names)} settings; an interval takes {len(names) + 2} or "
+            "more"
+        )
+    table = np.array([[1.0] * count, *(sizes[name] for name in names)], dtype=np.float64).T
+    target = np.asarray(values, dtype=np.float64)
+    if (table <= 0).any() or (target <= 0).any() or not np.isfinite(target).all():
+        raise ScalingError(f"{quantity}: a power law takes positive numbers")
+    x, y = np.log(table), np.log(target)
+    x[:, 0] = 1.0
+    if np.linalg.matrix_rank(x) < x.shape[1]:
+        raise ScalingError(
+            f"{quantity}: {' and '.join(names)} move together, so that their exponents are not determined"
+        )
+    solution = np.linalg.lstsq(x, y, rcond=None)[0]
+    rest = y - x @ solution
+    freedom = count - x.shape[1]
+    errors = np.sqrt(np.diag(np.linalg.inv(x.T @ x)) * float(rest @ rest) / freedom)
+    reach = student_quantile(freedom, 0.5 + confidence / 2)
+    exponents = tuple(
+        Exponent(quantity, name, float(value), float(value - reach * error), float(value + reach * error))
+        for name, value, error in zip(names, solution[1:], errors[1:], strict=True)
+    )
+    ranges = {name: (float(min(sizes[name])), float(max(sizes[name]))) for name in names}
+    misfit = float(np.abs(np.expm1(rest)).max())
+    return PowerLaw(quantity, exponents, count, misfit, float(solution[0]), ranges)
+
 
 OUT_OF_MEMORY = "out of memory"
 """Status of a size that did not fit."""
@@ -219,3 +319,135 @@ def _quantities(done: Sequence[ScalingPoint]) -> dict[str, list[float]]:
 
 def _is_size(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+
+
+# Answer of ``sweep``: what grows fastest, and tables of sizes and of exponents with intervals.
+
+
+PHASES = 4
+"""Phases that a table has next to the settings."""
+
+UNITS = {"step_ms": "step", "memory": "memory", "flops": "operations", "parameters": "parameters"}
+
+
+def answer(scaling: Scaling) -> Answer:
+    """Return the answer of a sweep."""
+    tables = tuple(table for table in _tables(scaling) if table.rows)
+    return Answer(_verdict(scaling), scaling, tuple(_facts(scaling)), tables, scaling.notes)
+
+
+def _tables(scaling: Scaling) -> Iterator[Table]:
+    swept = [Column(name, partial(_setting, name), str) for name in scaling.points[0].settings]
+    steps = Column("step ms", _step, str)
+    memory, flops = (
+        Column(title, partial(_done, key), partial(_value, key))
+        for title, key in (("memory", "memory"), ("operations", "flops"))
+    )
+    costs = (
+        [memory, flops]
+        if scaling.fake
+        else [steps, *([memory] if any(p.memory for p in scaling.points) else [])]
+    )
+    parameters = Column("parameters", partial(_done, "parameters"), partial(_value, "parameters"))
+    status = [] if all(point.status in DONE for point in scaling.points) else [word("status", "status")]
+    yield Table((*swept, parameters, *costs, *status), scaling.points, brief=60)
+    phases = list(dict.fromkeys(phase for point in scaling.points for phase in point.phases))
+    for start in range(0, len(phases), PHASES):
+        part = (
+            Column(f"{phase.replace('_', ' ')} ms", partial(_phase, phase), ms)
+            for phase in phases[start : start + PHASES]
+        )
+        yield Table((*swept, *part), scaling.points, brief=60)
+    settings = [exponent.setting for exponent in scaling.laws[0].exponents] if scaling.laws else []
+    powers = (Column(f"power of {name}", partial(_exponent, n), str) for n, name in enumerate(settings))
+    faster = dict.fromkeys(f"{_name(e.quantity)} in {e.setting}" for e in scaling.faster)
+    yield Table(
+        (word("grows as", lambda law: _name(law.quantity)), *powers, Column("misfit", "misfit", percent)),
+        scaling.laws, brief=60, notes=(f"faster than linear: {', '.join(faster)}",) if faster else (),
+    )  # fmt: skip
+
+
+def _setting(name: str, point: ScalingPoint) -> Any:
+    return point.settings[name]
+
+
+def _done(key: str, point: ScalingPoint) -> Any:
+    return getattr(point, key) if point.status in DONE else None
+
+
+def _phase(name: str, point: ScalingPoint) -> float | None:
+    return point.phases.get(name)
+
+
+def _exponent(number: int, law: PowerLaw) -> str:
+    exponent = law.exponents[number]
+    return f"{exponent.value:.2f} ({exponent.low:.2f} to {exponent.high:.2f})"
+
+
+def _step(point: ScalingPoint) -> str | None:
+    if point.status not in DONE or point.step_ms is None:
+        return None
+    return f"{point.step_ms:.2f} ± {((point.high_ms or 0.0) - (point.low_ms or 0.0)) / 2:.2f}"
+
+
+def _verdict(scaling: Scaling) -> str:
+    """Return how the step, or its predicted memory, grows, in one line."""
+    main = "memory" if scaling.fake else "step_ms"
+    law = next((law for law in scaling.laws if law.quantity == main), None)
+    if law is None:
+        done = sum(point.status in DONE for point in scaling.points)
+        why = next(iter(scaling.notes), "see --json")
+        return f"no growth fitted: {count(done, 'size')} of {len(scaling.points)} ran; {why}"
+    fastest = max(law.exponents, key=lambda exponent: exponent.value)
+    if fastest.low <= 0:
+        return (
+            f"{_name(main)}: growth with {fastest.setting} is undecided: {_power(fastest)}; sweep more sizes"
+        )
+    pace = ", faster than linear" if fastest.faster_than_linear else ""
+    how = "grows fastest with" if len(law.exponents) > 1 else "grows with"
+    return f"{_name(main)} {how} {fastest.setting}: {_power(fastest)}{pace}"
+
+
+def _facts(scaling: Scaling) -> list[str]:
+    """Return the lines behind the verdict."""
+    shown = "memory" if scaling.fake else "step_ms"
+    done = [point for point in scaling.points if point.status in DONE]
+    ends = [done[0], done[-1]] if len(done) > 1 else done
+    lines = ["; ".join(f"{_where(point)}: {_value(shown, getattr(point, shown))}" for point in ends)]
+    lines += [
+        f"{_where(point)}: {point.status}{': ' * bool(point.message)}{point.message}"
+        for point in scaling.points
+        if point.status not in DONE
+    ]
+    lines += [f"expected {_name(name)}: {_value(name, value)}" for name, value in scaling.expected.items()]
+    main = sorted(scaling.laws, key=lambda law: law.quantity.startswith("phase"))
+    lines += [
+        f"{_name(law.quantity)}: {', '.join(f'{e.setting} {_power(e)}' for e in law.exponents)}; "
+        f"misfit {percent(law.misfit)}"
+        for law in main
+    ]
+    return [line for line in lines if line]
+
+
+def _power(exponent: Exponent) -> str:
+    return f"power {exponent.value:.2f} ({exponent.low:.2f} to {exponent.high:.2f})"
+
+
+def _where(point: ScalingPoint) -> str:
+    return ", ".join(f"{name}={value}" for name, value in point.settings.items())
+
+
+def _name(quantity: str) -> str:
+    return UNITS.get(quantity, quantity).replace("_", " ")
+
+
+def _value(quantity: str, value: float | None) -> str:
+    if value is None:
+        return "not measured"
+    if quantity == "memory":
+        return size(value)
+    if quantity == "flops":
+        return scaled(value, "FLOP")
+    if quantity == "parameters":
+        return f"{value / 1e6:.1f} M" if value >= 1e6 else f"{value:,.0f}"
+    return f"{value:.2f} ms"

@@ -7,13 +7,13 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 
 from backlight import codec
-from backlight.answer import Answer, Column, Table, word
+from backlight.answer import Answer, Column, Table, indexed, word
 from backlight.diagnose.test_matrix.case_run import EVIDENCE, OUTPUTS
-from backlight.diagnose.test_matrix.decision_tree import Branch, Status
-from backlight.diagnose.test_matrix.evaluation import CaseComparison, CaseResult
+from backlight.diagnose.test_matrix.evaluation import Branch, CaseComparison, CaseResult, Status
 from backlight.diagnose.test_matrix.plan import FORMAT, UNDECIDED
 from backlight.processes import available_cores
 from backlight.records import DiagnosisKind
@@ -56,25 +56,6 @@ class MatrixReport:
         return "; ".join(filter(None, conclusions)) or counts
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One thing to do: where, why, and the command that shows whether it helped."""
-
-    do: str
-    at: str
-    why: str
-    verify: str
-
-
-@dataclass(frozen=True, slots=True)
-class StatedFact:
-    """What is known of a case, as one line of its evidence."""
-
-    case: str
-    what: str
-    text: str
-
-
 def answer(report: MatrixReport, *, full: bool = True) -> Answer:
     """Return the answer of a test matrix; not ``full`` leaves out the evidence of each case."""
     evidence = [stated for result in report.cases for stated in _evidence(result)]
@@ -107,14 +88,11 @@ def answer(report: MatrixReport, *, full: bool = True) -> Answer:
             report.branches, title="Decision tree", brief=60,
         ),
         Table(
-            (
-                word("do", "do", "text"), word("at", "at", "text"), word("because", "why", "text"),
-                word("verify", "verify", "text"),
-            ),
-            list(_actions(report)), title="What to do, in this order", brief=60, listed=True,
+            indexed(("do", "at", "because", "verify"), "text"), list(_actions(report)),
+            title="What to do, in this order", brief=60, listed=True,
         ),
         Table(
-            (word("evidence of", "case"), word("", "what"), word("", "text", "text")),
+            (word("evidence of", itemgetter(0)), word("", itemgetter(1)), word("", itemgetter(2), "text")),
             evidence if full else (), title="Evidence",
         ),
     )  # fmt: skip
@@ -128,23 +106,25 @@ def _claim(result: CaseResult) -> str:
     return f"{evaluation.claim} [{evaluation.line}]" if evaluation.line else evaluation.claim
 
 
-def _actions(report: MatrixReport) -> Iterator[Advice]:
-    """Yield actions of supported conclusions, then the lines found, then what would decide more."""
+def _actions(report: MatrixReport) -> Iterator[tuple[str, ...]]:
+    """Yield what to do, where, why, and the command that shows whether it helped.
+
+    Actions of supported conclusions come first, then the lines found, then what would decide more.
+    """
     for branch in report.branches:
         for action in branch.node.actions if branch.status is Status.SUPPORTED else ():
-            yield Advice(action.do, action.at, branch.node.conclusion, action.verify or report.rerun)
+            yield action.do, action.at, branch.node.conclusion, action.verify or report.rerun
     for result in report.cases:
         evaluation, again = result.evaluation, f"{report.rerun} --again {shlex.quote(result.case.name)}"
         if evaluation.verdict in UNDECIDED:
-            yield Advice(
-                "raise time_limit, or declare progress", "", f"{result.case.name} is undecided", again
-            )
+            yield "raise time_limit, or declare progress", "", f"{result.case.name} is undecided", again
         elif evaluation.line:
             fix = _FIXES.get(evaluation.verdict, "look at this line")
-            yield Advice(fix, evaluation.line, f"{result.case.name}: {evaluation.claim}", again)
+            yield fix, evaluation.line, f"{result.case.name}: {evaluation.claim}", again
 
 
-def _evidence(result: CaseResult) -> Iterator[StatedFact]:
+def _evidence(result: CaseResult) -> Iterator[tuple[str, str, str]]:
+    """Yield the case, what it is, and the text of each line of its evidence."""
     case, observed, evaluation = result.case, result.observation, result.evaluation
     variables = (f"{name}={value}" for name, value in case.environment.items())
     names = (*OUTPUTS, *([EVIDENCE] if observed.exit_code is None else []))
@@ -157,7 +137,7 @@ def _evidence(result: CaseResult) -> Iterator[StatedFact]:
         "not observable": [f"{each.pid}: {reason}" for each in observed.processes for reason in each.unseen],
         "ended by": observed.ended_by,
     }
-    yield from (StatedFact(case.name, label, text) for label, each in texts.items() for text in each if text)
+    yield from ((case.name, label, text) for label, each in texts.items() for text in each if text)
 
 
 def is_matrix(path: Path) -> bool:

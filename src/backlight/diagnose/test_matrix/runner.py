@@ -14,8 +14,7 @@ import filelock
 
 from backlight import atomic_files, codec
 from backlight.diagnose.test_matrix.case_run import run_case
-from backlight.diagnose.test_matrix.decision_tree import check_tree, walk
-from backlight.diagnose.test_matrix.evaluation import CaseResult, compare, evaluate
+from backlight.diagnose.test_matrix.evaluation import CaseResult, check_tree, compare, evaluate, walk
 from backlight.diagnose.test_matrix.plan import Case, MatrixPlan, PlanError, cases_of, read_plan
 from backlight.diagnose.test_matrix.report import REPORT, MatrixDirectoryError, MatrixReport
 from backlight.launch.subprocess import end_marked

@@ -14,7 +14,7 @@ from backlight.measure.stats.histogram import histogram
 from backlight.measure.stats.statistics import statistics
 from backlight.measure.stats.update import WeightSample
 from backlight.monitor import Gradients, Monitor, RunHandle, StoredStep
-from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
+from backlight.monitors.health.model.history import LiveLeaps, live_limits
 from backlight.monitors.health.settings import HealthSettings
 from backlight.series import GRADIENT
 

@@ -29,7 +29,7 @@ from backlight.generators import kept_random
 from backlight.interrupts import is_interrupt
 from backlight.monitor import NEVER, Gradients, Monitor, RunHandle, StoredStep
 from backlight.monitors.health.instrument.sample_shares import samples_of_step
-from backlight.monitors.health.model.leaps import LiveLeaps, live_limits
+from backlight.monitors.health.model.history import LiveLeaps, live_limits
 from backlight.monitors.health.model.spike_samples import REQUESTED, SAMPLES
 from backlight.monitors.health.settings import HealthSettings
 from backlight.processes import available_memory, resident_memory

@@ -19,13 +19,7 @@ VARIABLE = "BACKLIGHT_TRACE"
 def traced_kinds(
     option: str | tuple[str, ...] | None = None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """Return what to trace, as given, else by the environment variable.
-
-    Raises
-    ------
-    SettingError
-        If a kind is unknown.
-    """
+    """Return what to trace, as given or by the environment variable; SettingError for an unknown kind."""
     source = "stalls.trace"
     if option is None:
         option, source = environment.get(VARIABLE, ""), VARIABLE

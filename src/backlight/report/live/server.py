@@ -29,8 +29,7 @@ from backlight.report.page import document
 from backlight.report.page_codec import script_json
 
 if TYPE_CHECKING:
-    from backlight.report.live.follower import FollowedRun
-    from backlight.report.live.overlay import Several
+    from backlight.report.live.follower import FollowedRun, Several
 
 COOKIE = "backlight"
 
@@ -327,13 +326,7 @@ class LiveServer:
 
 
 def _bound(port: int) -> socket.socket:
-    """Return a socket at ``port`` of the loopback.
-
-    Raises
-    ------
-    OSError
-        If the port cannot be had; the message names the way out.
-    """
+    """Return a socket at ``port`` of the loopback, or raise an OSError that names the way out."""
     taken = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -14,12 +14,11 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
-from backlight.report.charts import TONES
+from backlight.report.charts import TONES, Ranges, within
 from backlight.report.page_codec import Quantised
 from backlight.report.plots.spectra import spectra
 from backlight.report.plots.style import Draw, colours, ramp, tick
 from backlight.report.source import Source
-from backlight.report.step_gaps import Ranges, within
 from backlight.text import power, shortened, visible
 
 WIDTH, HEIGHT = 8.5, 2.6

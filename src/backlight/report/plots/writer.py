@@ -36,13 +36,7 @@ class Written:
 
 
 def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) -> Written:
-    """Write a picture of every panel that has data into ``folder``, which is made where it is missing.
-
-    Raises
-    ------
-    OSError
-        If a picture cannot be written.
-    """
+    """Write a picture of every panel that has data into ``folder``; an OSError passes through."""
     from backlight.report.plots import panels  # noqa: PLC0415 - needs an optional package
 
     style = styled()  # before anything is made, for it needs the package
@@ -66,26 +60,16 @@ def write_plots(source: Source, folder: Path, formats: Sequence[str] = FORMATS) 
 
 
 def _prepared(folder: Path) -> Path:
-    """Make a folder for pictures.
-
-    Raises
-    ------
-    ValueError
-        If it is a file.
-    """
+    """Make a folder for pictures; a file of that name is a ValueError."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: is a file; --plots takes a folder")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def _file_name(panel: str, added: str) -> str:
-    """Return the name of a picture without its ending: what is added to the panel's name made harmless."""
-    return f"{panel}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', added)}" if added else panel
-
-
 def _save(panel: Panel, added: str, figure: Figure, folder: Path, formats: Sequence[str]) -> list[Path]:
-    name = _file_name(panel.name, added)
+    # What is added to the panel's name is made harmless.
+    name = f"{panel.name}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', added)}" if added else panel.name
     written = []
     figure.draw_without_rendering()  # lays it out, once for all formats
     figure.set_layout_engine("none")

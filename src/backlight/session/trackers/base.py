@@ -102,13 +102,7 @@ def tracker(
 
 
 def chosen(option: str) -> tuple[Tracker, str]:
-    """Return the tracker and its target from ``NAME`` or ``NAME=TARGET``.
-
-    Raises
-    ------
-    SettingError
-        If no tracker has that name.
-    """
+    """Return tracker and target of ``NAME`` or ``NAME=TARGET``; SettingError for an unknown name."""
     name, _, target = option.partition("=")
     if name.strip() not in TRACKERS:
         hint = did_you_mean(name.strip(), TRACKERS)

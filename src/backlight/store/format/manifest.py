@@ -246,13 +246,7 @@ def _unsealed(content: bytes) -> Any:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read a JSON object and compare it with its checksum, which is not part of what is returned.
-
-    Raises
-    ------
-    RunFormatError
-        If it cannot be read, or has been changed since it was written.
-    """
+    """Read a sealed JSON object, without its checksum; RunFormatError where it was changed or is damaged."""
     owners = untrusted_files.owners_beside(path)
     try:
         try:

@@ -194,13 +194,7 @@ def encode_scalars(logged: LoggedValues) -> tuple[bytes, bytes]:
 
 
 def decode_scalars(count: int, floats: bytes, integers: bytes) -> LoggedValues:
-    """Return the ``count`` values of a block.
-
-    Raises
-    ------
-    RunFormatError
-        If the bytes are those of no such block.
-    """
+    """Return the ``count`` values of a block; RunFormatError where the bytes are those of no such block."""
     if not 0 < count <= BLOCK_VALUES:
         raise RunFormatError(f"a block of scalars has {count} values, expected 1 to {BLOCK_VALUES}")
     try:

@@ -63,13 +63,7 @@ class ListedRun:
 
 
 def list_runs(folder: Path) -> list[ListedRun]:
-    """Return what is in each directory below ``folder``, the run started last first, others at the end.
-
-    Raises
-    ------
-    NoRunError
-        If ``folder`` does not exist, or cannot be read.
-    """
+    """Return what is in each directory below ``folder``, the newest run first; NoRunError for no folder."""
     runs = [_listed(path) for path in ([folder] if _is_run(folder) else _children(folder))]
     return sorted(runs, key=lambda run: (run.started is None, -(run.started or 0.0), run.path.name))
 
@@ -83,13 +77,7 @@ def is_listed(file: PurePosixPath) -> bool:
 
 
 def latest_run(folder: Path) -> Path:
-    """Return the run in ``folder`` that was started last.
-
-    Raises
-    ------
-    NoRunError
-        If it holds none.
-    """
+    """Return the run in ``folder`` that was started last; NoRunError where it holds none."""
     started = []
     for path in _children(folder) if folder.is_dir() else []:
         try:

@@ -42,13 +42,7 @@ MAX_TABLE_BYTES = 8_000_000
 
 
 def write_dataset(opened: AttemptFiles, every: int | None, advance: Callable[[int, int], object]) -> Path:
-    """Write, verify and publish the dataset of an attempt; return its folder.
-
-    Raises
-    ------
-    RunFormatError
-        If a file is damaged, or what was written is not what was read; then nothing is published.
-    """
+    """Write, verify and publish a dataset; return its folder, or publish nothing for a RunFormatError."""
     older = columns_folders(opened.folder)
     number = max((parse_columns(p.name) or 0 for p in older), default=-1) + 1
     target = opened.folder / columns_name(number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from backlight.monitors.health.model.leaps import LeapLimits, LiveLeaps, live_limits
+from backlight.monitors.health.model.history import LeapLimits, LiveLeaps, live_limits
 from backlight.monitors.health.rules.spike import SpikeLimits, leaps
 
 STEPS = 300

@@ -9,12 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backlight.monitors.health.model.parameters import GroupError, group_rms, ratio
-from backlight.report.charts import Axis, Line, chart
-from backlight.report.frames import COLUMNS, SPREAD, ParameterFrames, Shown, StepBuckets, cut
+from backlight.report.charts import Axis, Line, chart, step_gaps
 from backlight.report.page_codec import Quantised
 from backlight.report.panel import Drawn, NotMeasured, PanelFact, panel
-from backlight.report.source import Source
-from backlight.report.step_gaps import step_gaps
+from backlight.report.source import COLUMNS, SPREAD, ParameterFrames, Shown, Source, StepBuckets, cut
 from backlight.series import HISTOGRAM_BINS, HISTOGRAM_LOWEST
 from backlight.text import number, visible
 

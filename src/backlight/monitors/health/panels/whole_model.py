@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from backlight.findings.losses import losses_of
 from backlight.findings.recorded_steps import optimizer_sets
-from backlight.monitors.health.model.clip_factors import clip_factors
+from backlight.monitors.health.model.score import clip_factors
 from backlight.report.charts import Axis, Line, chart, clipped_top, constant, spans_decades
 from backlight.report.panel import Drawn, Figures, MonitorSummary, NotMeasured, PanelFact, panel, stated
 from backlight.report.source import Source, rate_labels

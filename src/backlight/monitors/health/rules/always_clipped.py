@@ -11,8 +11,8 @@ from backlight.findings import phrases
 from backlight.findings.limits import Limits, limit
 from backlight.findings.phrases import scale_free_kinds
 from backlight.findings.recorded_steps import after_share, step_weights, weighted_median, weighted_share
-from backlight.monitors.health.model.clip_factors import clip_factors
 from backlight.monitors.health.model.history import Floats, Integers
+from backlight.monitors.health.model.score import clip_factors
 from backlight.records import Finding, Severity, Subject
 from backlight.registry import rule
 from backlight.store.read.run import Run

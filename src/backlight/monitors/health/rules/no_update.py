@@ -152,7 +152,8 @@ def _too_slow(run: Run, limits: NoUpdateLimits) -> Finding | None:
         return None
     ratios = finite_median(np.where(usable[rows], frame.values[np.ix_(rows, columns)], np.nan))
     moved = float((ratios * step_weights(frame.steps[rows])).sum())
-    if not 0 < ratios.max() < limits.slow_update or moved >= limits.slow_moved or _has_fallen(run, limits):
+    has_fallen = any(_falls(loss, limits) for loss in losses_of(run).values())
+    if not 0 < ratios.max() < limits.slow_update or moved >= limits.slow_moved or has_fallen:
         return None
     row = int(rows[np.argmax(ratios)])
     largest = max(matrices, key=lambda p: p.numel)
@@ -186,12 +187,8 @@ def _too_slow(run: Run, limits: NoUpdateLimits) -> Finding | None:
     )
 
 
-def _has_fallen(run: Run, limits: NoUpdateLimits) -> bool:
-    """Return whether a loss at the end of the run is clearly below that at its start."""
-    return any(_falls(loss, limits) for loss in losses_of(run).values())
-
-
 def _falls(loss: Scalar, limits: NoUpdateLimits) -> bool:
+    """Return whether a loss at the end of the run is clearly below that at its start."""
     is_finite = np.isfinite(loss.values)
     steps, values = loss.steps[is_finite], loss.values[is_finite]
     if len(values) < 2 or values.min() < 0:

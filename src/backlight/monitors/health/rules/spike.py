@@ -12,13 +12,13 @@ from backlight.findings import phrases
 from backlight.findings.limits import limit
 from backlight.findings.recorded_steps import WORDS, counts_at, optimizer_sets, work_of
 from backlight.monitors.health.model.history import (
+    LeapLimits,
     finite_median,
     histories,
     median_and_deviation,
     more_than_before,
     stretches,
 )
-from backlight.monitors.health.model.leaps import LeapLimits
 from backlight.monitors.health.model.score import rounding_floor, total_norms
 from backlight.monitors.health.model.spike_samples import Samples, samples_at
 from backlight.records import Evidence, Finding, Severity, Subject

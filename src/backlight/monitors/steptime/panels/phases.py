@@ -9,9 +9,8 @@ from backlight.monitors.steptime.model.evidence import SteadyLimits, measured_ph
 from backlight.monitors.steptime.model.step_line import step_line
 from backlight.monitors.steptime.model.step_times import find_steady, join_scalars
 from backlight.report.charts import TONES, Axis, Line, chart, clipped_top
-from backlight.report.frames import cut
 from backlight.report.panel import Drawn, FactLine, Figures, MonitorSummary, NotMeasured, PanelFact, panel
-from backlight.report.source import Source
+from backlight.report.source import Source, cut
 from backlight.store.format.schema import SAMPLED_LINES
 from backlight.text import count, duration, number, percent, visible
 

@@ -1,13 +1,17 @@
-"""Notebook displays of a run and of findings, evaluated now."""
+"""Displays of a run and of findings, evaluated now, for a notebook and as the command prints them."""
 
 from __future__ import annotations
+
+import io
 
 from backlight.analysis.report import source_of
 from backlight.findings.evaluate import Findings, findings_of
 from backlight.registry import DISPLAYS
 from backlight.report.notebook import InlineReport, findings_html, run_html
 from backlight.report.page import render_page
+from backlight.report.terminal import print_findings
 from backlight.store.read.run import Run
+from backlight.terminal import make_console
 
 
 @DISPLAYS.register("run")
@@ -26,3 +30,12 @@ def show_report(run: Run) -> str:
 def show_findings(findings: Findings) -> str:
     """Return findings as HTML."""
     return findings_html(findings.run, findings)
+
+
+@DISPLAYS.register("findings as text")
+def findings_text(findings: Findings) -> str:
+    """Return what ``backlight findings`` prints, without the end of the last line."""
+    text = io.StringIO()
+    # In a notebook a console would display what it prints, and not write it.
+    print_findings(findings.run, findings, make_console(file=text, force_jupyter=False))
+    return text.getvalue().removesuffix("\n")
