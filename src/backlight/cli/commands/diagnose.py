@@ -91,7 +91,7 @@ def _without_backward(script: str, code: int) -> Exception:
     multiple=True,
     type=readable_run,
     metavar="GOOD",
-    help="Good run whose facts the watched steps are checked against (repeatable).",
+    help="Good run that the first steps are checked against (repeatable).",
 )
 @store_option
 @script_json_option

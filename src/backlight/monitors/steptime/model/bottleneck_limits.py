@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from backlight.findings.limits import limit
 from backlight.monitors.steptime.model.evidence import (
     FORMULAS,
+    MEASURED_STEPS,
     BusyLimits,
     core_wait,
     is_busy,
@@ -31,6 +32,9 @@ class BottleneckLimits(BusyLimits):
     )
     slow_low: float = limit(
         LIMITS.slow_low, "lower end of the interval of that share below which it is a hint", high=1.0
+    )
+    measured_steps: int = limit(
+        MEASURED_STEPS, "steps without the first that the share of the wait for data needs", low=5
     )
     data_floor: float = limit(
         0.01,

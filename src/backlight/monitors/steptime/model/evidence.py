@@ -32,6 +32,9 @@ GARBAGE_COLLECTION = "garbage_collection"
 KEPT_GRAPHS = "kept_graphs"
 """Kind of the event that records graphs of earlier steps that are alive, and what holds them."""
 
+MEASURED_STEPS = 8
+"""Steps without the first from which on the share of a phase has an interval that says something."""
+
 FORMULAS = "docs/formulas.md, section 6"
 """Source of limits that the formulas state."""
 
@@ -47,9 +50,6 @@ class SteadyLimits(Limits, monitor="steptime"):
 
     steady_steps: int = limit(
         20, "steady steps that a rule on phase times needs: fewer are an accident", low=4
-    )
-    measured_steps: int = limit(
-        8, "steps without the first that a share of a step needs, the interval of its median counts", low=5
     )
 
 
@@ -120,7 +120,7 @@ def peak_memory(run: Run, profile: StoredProfile) -> tuple[float, float]:
     return float(memory.get("peak") or 0.0), float(memory.get("capacity") or 0.0)
 
 
-def measured_phases(run: Run, limits: SteadyLimits) -> PhaseTimes | None:
+def measured_phases(run: Run, limits: SteadyLimits, at_least: int = MEASURED_STEPS) -> PhaseTimes | None:
     """Return the phase times of the steady steps, or of all but the first where few are steady.
 
     They show which part of a step a phase takes, not how long a steady step is; None where they are too few.
@@ -128,7 +128,7 @@ def measured_phases(run: Run, limits: SteadyLimits) -> PhaseTimes | None:
     table = steady_phases(run, limits)
     if table is None and (table := read_phases(run)) is not None:
         table = table.after(1)
-    return table if table is not None and len(table.steps) >= limits.measured_steps else None
+    return table if table is not None and len(table.steps) >= at_least else None
 
 
 def core_wait(run: Run) -> float | None:

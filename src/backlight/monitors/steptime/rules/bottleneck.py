@@ -87,7 +87,7 @@ def _data(run: Run, limits: BottleneckLimits) -> Iterator[Finding]:
     A step may wait for its loader because it is over early, or because something else holds the processor;
     only a step that becomes faster with a cached batch is bound by data.
     """
-    table, info = measured_phases(run, limits), read_runtime_info(run)
+    table, info = measured_phases(run, limits, limits.measured_steps), read_runtime_info(run)
     if table is None:
         return
     lines = sampled_lines(run)
