@@ -45,7 +45,7 @@ def kind_of(node: Node | None) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def _kind(name: str) -> str:
-    return re.sub(r"Backward\d*$", "", name)
+    return re.sub(r"^torch::autograd::|Backward\d*$", "", name)
 
 
 def inputs_of(node: Node) -> list[Node | None]:

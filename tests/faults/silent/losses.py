@@ -532,3 +532,32 @@ def batches_of_one_class_by_a_sampler() -> None:
 @control
 def sorted_data_with_few_samples_in_a_batch() -> None:
     train_epochs(1, DataLoader(labelled(as_they_are, per_class=8), batch_size=2))
+
+
+class Tagger(nn.Module):
+    """Scores of tokens, by a linear layer that torch splits: a recurrent layer returns a transposed view."""
+
+    def __init__(self, *heads: nn.Module) -> None:
+        super().__init__()
+        self.recurrent = nn.LSTM(2, 8, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(8, 3), *heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.recurrent(x.unflatten(1, (2, 2)))[0])
+        return scores.flatten(0, 1)
+
+
+def of_tokens(loss: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss of two tokens per sample, both of its class."""
+    return lambda out, y: loss(out, y.repeat_interleave(2))
+
+
+@fault(rule="loss_input", severity="error", step=0, kind="nll_of_scores", names="made by linear")
+def nll_of_logits_behind_a_recurrent_layer(injected: bool) -> None:
+    train(Tagger() if injected else Tagger(nn.LogSoftmax(dim=2)), loss_of=of_tokens(F.nll_loss))
+
+
+@fault(rule="loss_input", severity="error", step=3, kind="no_target", names="all of them are ignored")
+def every_target_ignored_behind_a_recurrent_layer(injected: bool) -> None:
+    loss = of_tokens(lambda out, y: F.cross_entropy(out, y, reduction="sum") / 128)
+    train(Tagger(), loss_of=loss, data=masked(1.0 if injected else 0.9))

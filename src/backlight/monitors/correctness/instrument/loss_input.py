@@ -47,6 +47,7 @@ _SCORES = kinds(
 _AFFINE = kinds("Addmm Linear Convolution")
 """Layers of scores per class. Products alone are similarities as well, of which columns may be compared."""
 
+_PRODUCTS = kinds("Mm Bmm")
 _CTC = kinds("CtcLoss CudnnCtcLoss")
 _DIFFERENCES = kinds("MseLoss SmoothL1Loss HuberLoss")
 _OF_ELEMENTS = kinds(
@@ -184,8 +185,14 @@ def _is_of_no_parameter(root: torch.Tensor) -> bool:
 
 
 def _source(nodes: Sequence[Node | None]) -> str:
-    """Return the kind of what made the values of the first of ``nodes``."""
+    """Return the kind of what made the values of the first of ``nodes``.
+
+    torch splits a linear layer whose input is not contiguous, as that behind a recurrent one with
+    ``batch_first``, into a product and the addition of the bias.
+    """
     node = below_shapes(nodes[0] if nodes else None)
+    if kind_of(node) == "Add" and [kind_of(below) for below in inputs_of(node)[1:]] == ["AccumulateGrad"]:
+        return "Linear" if kind_of(below_shapes(first_input(node))) in _PRODUCTS else "Add"
     return "Softmax" if _is_softmax(node) else kind_of(node)
 
 
@@ -549,7 +556,7 @@ def _is_classifier(loss: Node) -> bool:
     probabilities = below_shapes(first_input(loss))
     if kind_of(probabilities) != "LogSoftmax" or probabilities is None:
         return False
-    return kind_of(below_shapes(first_input(probabilities))) in _LAYERS
+    return _source(inputs_of(probabilities)[:1]) in _LAYERS
 
 
 @torch.no_grad()

@@ -399,6 +399,8 @@ def _zero(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     since = int(zeros.steps[begin])
     alive_before = begin > rows[0]
     everything = len(dead) == whole
+    if everything and any(event.payload.get("kind") == "no_target" for event in run.events("contradiction")):
+        return  # `loss_input` reports why: the loss has no target
     # A vector alone may have no effect by construction, such as a bias before a batch norm; its gradient is
     # exactly zero with some kernels and rounding error with others.
     shapes = {p.name: p.shape for p in run.parameters()}
