@@ -65,6 +65,10 @@ KEPT = {
 }
 
 
+HOOKS = {
+    "name": "encoder.1", "kind": "forward hook", "hooks": 56, "names": 1, "since": 7, "line": "train.py:12",
+}  # fmt: skip
+
 GATHERED = {
     "since": 7,
     "bytes": 2**25,
@@ -220,7 +224,7 @@ FAULTS: dict[str, Fault] = {
         profile=STEP
         | {"memory": {"peak": 8 * GIB, "capacity": 64 * GIB}, "logits": LOGITS, "modules": [BLOCK]},
         runtime_info={"memory": {"reserved": 12 * GIB, "peak": 8 * GIB, "retries": 3}},
-        events=[(59, "kept_graphs", KEPT), (56, "kept_data", GATHERED)],
+        events=[(59, "kept_graphs", KEPT), (56, "kept_data", GATHERED), (56, "growing_hooks", HOOKS)],
     ),
     "outlier_steps": steptime(PHASES, changes={(step, "data"): 0.4 for step in (30, 40, 50)}),
     "activations": activations,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from backlight import clock, devices
 from backlight.capture.hub import HUB
 from backlight.monitor import NEVER, Monitor, RunHandle
+from backlight.monitors.steptime.instrument.hook_counts import HookCounts
 from backlight.monitors.steptime.instrument.kept_tensors import (
     KeptDataTracker,
     KeptGraphTracker,
@@ -21,6 +22,7 @@ from backlight.monitors.steptime.instrument.machine import MachineReadings
 from backlight.monitors.steptime.instrument.runtime_info import CoreWait, optimizer_groups, runtime_info
 from backlight.monitors.steptime.model.evidence import (
     GARBAGE_COLLECTION,
+    GROWING_HOOKS,
     KEPT_DATA,
     KEPT_GRAPHS,
     RUNTIME_INFO,
@@ -66,17 +68,18 @@ class StepTimeMonitor(Monitor):
         self._machine: MachineReadings | None = None
         self._step = self._anomaly_steps = 0
         self._pauses = GarbagePauses(run.notifier.event, map(attrgetter("_step"), repeat(self)))
-        self._kept_graphs = KeptGraphTracker(self._record_kept_graphs)
+        self._kept_graphs = KeptGraphTracker(partial(self._record_fact, KEPT_GRAPHS))
         self._kept_data = KeptDataTracker(
             lambda facts, step: run.notifier.event(KEPT_DATA, facts, step), doubling_steps()
         )
+        self._hooks = HookCounts(partial(self._record_fact, GROWING_HOOKS))
         run.listen(self._kept_graphs.marks)
         run.follow_forwards()
         self._pauses.start()
 
-    def _record_kept_graphs(self, facts: dict[str, Any], step: int) -> None:
-        self._run.notifier.event(KEPT_GRAPHS, facts, step)
-        self._run.fact("memory", KEPT_GRAPHS)
+    def _record_fact(self, kind: str, facts: dict[str, Any], step: int) -> None:
+        self._run.notifier.event(kind, facts, step)
+        self._run.fact("memory", kind)
 
     def detach(self, error: BaseException | None) -> None:
         """Record the runtime info."""
@@ -123,6 +126,8 @@ class StepTimeMonitor(Monitor):
         self._kept_graphs.end_step()
         if self._step >= self._kept_data.next_step:
             self._kept_data.read(self._step)
+            scope = self._run.scope
+            self._hooks.read(self._step, [(scope.prefix(root), root) for root in scope.roots()])
         record.scalars.update({f"phase/{phase}": seconds for phase, seconds in summary.phases.items()})
         rest = summary.seconds - sum(summary.phases.values())
         record.scalars[f"phase/{Phase.OTHER if summary.separated else REMAINDER}"] = max(rest, 0.0)

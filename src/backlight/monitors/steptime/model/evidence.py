@@ -41,6 +41,9 @@ FORMULAS = "docs/formulas.md, section 6"
 KEPT_DATA = "kept_data"
 """Kind of the event that records a container of tensors without a graph that grows from step to step."""
 
+GROWING_HOOKS = "growing_hooks"
+"""Kind of the event that records a module or parameter that gets a further hook in each step."""
+
 _PROFILE = re.compile(r"(^|/)profile(-\d+)?\.json$")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from backlight.findings.limits import Limits, limit
 from backlight.monitors.steptime.model.evidence import (
+    GROWING_HOOKS,
     HOST_MEMORY,
     KEPT_DATA,
     KEPT_GRAPHS,
@@ -52,7 +53,7 @@ class MemoryLimits(Limits, monitor="steptime"):
 @rule("memory", monitor="steptime", limits=MemoryLimits, is_statistic=True)
 def memory(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     """Find memory that grows or could be free, and recomputation although memory is free."""
-    for find in (_kept_graphs, _kept_data, _growth, _fragmentation, _logits, _recomputation):
+    for find in (_kept_graphs, _kept_data, _hooks, _growth, _fragmentation, _logits, _recomputation):
         yield from find(run, limits)
 
 
@@ -131,10 +132,34 @@ def _kept_data(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     )
 
 
+def _hooks(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
+    """Find hooks that a loop registers again and again, which is observed and not estimated."""
+    event = next(iter(newest_events(run, GROWING_HOOKS)[-1:]), None)
+    if event is None or not event.payload["names"]:
+        return
+    facts, line = event.payload, event.payload["line"]
+    others = f", and so do {count(int(facts['names']) - 1, 'other')}" if facts["names"] > 1 else ""
+    where = f" The newest is defined at `{line}`." if line else ""
+    yield Finding(
+        severity=Severity.WARNING,
+        title=f"`{facts['name']}` gets another {facts['kind']} in each step",
+        detail=(
+            f"At step {event.step} it had {facts['hooks']}, one or more for each step since step "
+            f"{facts['since']}{others}. All of them run whenever it is called: each step takes longer, and "
+            f"keeps more, than the one before.{where}"
+        ),
+        subject=Subject(rank=event.rank, step=int(facts["since"]), line=line),
+        evidence=(Evidence(f"events/{GROWING_HOOKS}", event.step, float(facts["hooks"]), "hooks"),),
+        fix="Register it once, before the loop, or call `remove()` on the handle that registering returns.",
+        refuted_if="the hooks are removed later, before they cost anything.",
+    )
+
+
 def _growth(run: Run, limits: MemoryLimits) -> Iterator[Finding]:
     """Find memory of the process that grows, where no graph and no container was found that keeps it."""
     growth = memory_growth(run)
-    if growth is None or newest_events(run, KEPT_GRAPHS) or newest_events(run, KEPT_DATA):
+    causes = (KEPT_GRAPHS, KEPT_DATA, GROWING_HOOKS)
+    if growth is None or any(newest_events(run, kind) for kind in causes):
         return
     grown = size(growth.per_step)
     yield Finding(
