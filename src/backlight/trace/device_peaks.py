@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 HALF_TYPES = frozenset({"c10::Half", "c10::BFloat16"})
@@ -34,11 +35,13 @@ PEAKS: tuple[tuple[str, DevicePeak], ...] = (
     ("RTX 4090", DevicePeak(165e12, 1008e9)),
     ("RTX 3090", DevicePeak(71e12, 936e9)),
     ("MI300X", DevicePeak(1307e12, 5.3e12)),
-    ("MI250", DevicePeak(181e12, 1.638e12)),  # one of the two devices that it is to torch
+    ("MI250X", DevicePeak(191.5e12, 1.638e12)),  # one of the two devices that it is to torch
+    ("MI250", DevicePeak(181e12, 1.638e12)),
 )
-"""Peaks by a part of the name; the first match counts."""
+"""Peaks by words of the name; the first match counts."""
 
 
 def peak_of(device: str) -> DevicePeak | None:
     """Return the peak of a device by its name, None for an unknown one."""
-    return next((peak for part, peak in PEAKS if part.lower() in device.lower()), None)
+    matches = (peak for words, peak in PEAKS if re.search(rf"\b{re.escape(words)}\b", device, re.IGNORECASE))
+    return next(matches, None)
