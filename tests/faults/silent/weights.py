@@ -38,7 +38,7 @@ def average_copied_into_the_model(injected: bool) -> None:
     averaged(update)
 
 
-@fault(rule="weights_changed", severity="error", step=0, names="`0.bias`")
+@fault(rule="weights_changed", severity="error", step=0, kind="step", also="undone", names="`0.bias`")
 def state_restored_at_every_step(injected: bool) -> None:
     def update(model: nn.Module, average: nn.Module, step: int) -> None:
         if injected:

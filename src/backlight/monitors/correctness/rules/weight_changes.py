@@ -209,9 +209,11 @@ class AverageNeverUpdated(Fact, rule="weights_unchanged", kind="average"):
 @rule("weights_unchanged", monitor="correctness", limits=WeightsUnchangedLimits)
 def weights_unchanged(run: Run, limits: WeightsUnchangedLimits) -> Iterator[Finding]:
     """Find steps that most weights with a gradient did not take, steps that do nothing, and dead averages."""
-    for kind in (AverageNeverUpdated, StepsUndone):
-        if whole := facts_of(run, kind):
-            yield finding_on(whole)
+    if averages := facts_of(run, AverageNeverUpdated):
+        yield finding_on(averages)
+    # What undoes each step is reported by the rule `weights_changed`.
+    if (undone := facts_of(run, StepsUndone)) and not facts_of(run, ChangedAfterStep):
+        yield finding_on(undone)
     facts = facts_of(run, RoundedStep)
     if ineffective := facts_of(run, StepWithoutEffect):
         yield finding_on(ineffective)
