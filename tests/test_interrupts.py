@@ -287,7 +287,6 @@ APART = {
     "monitors/stalls/instrument/stack_sampler.py": "in a thread",
     "monitors/spectra/instrument/worker_thread.py": "in a thread",
     "session/writer_thread.py": "in a thread",
-    "session/live_findings.py": "in a thread",
     "session/rank_norm_monitor.py": "in a thread",
     "session/trackers": "in a thread or a command",
     "integrations/pytest_plugin.py": "raises",

@@ -446,7 +446,9 @@ class LiveFindings(Output):
             RULES.of(self._run.settings.monitors, self._pause)
             imported = clock.thread_time()
             findings = self._evaluated(only)
-        except Exception as error:  # noqa: BLE001 - a thread of its own: the training run goes on
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             self._run.notifier.trouble(error, self.records, is_data=False)
             self._all_from = self._alarms_from = clock.monotonic() + PERIOD_S
             return

@@ -60,8 +60,9 @@ def events(folder: Path) -> Any:
 
 
 def tags(reader: Any) -> dict[str, Any]:
+    """Return the tags without the memory of the process, whose last reading follows the last step."""
     found = reader.Tags()
-    return {**found, "tensors": sorted(found["tensors"])}  # in the order of writing otherwise
+    return {**found, "tensors": sorted({*found["tensors"]} - {"backlight/host/memory"})}
 
 
 def values(reader: Any, tag: str) -> list[tuple[int, Any]]:
