@@ -211,8 +211,8 @@ def weights_unchanged(run: Run, limits: WeightsUnchangedLimits) -> Iterator[Find
     """Find steps that most weights with a gradient did not take, steps that do nothing, and dead averages."""
     if averages := facts_of(run, AverageNeverUpdated):
         yield finding_on(averages)
-    # What undoes each step is reported by the rule `weights_changed`.
-    if (undone := facts_of(run, StepsUndone)) and not facts_of(run, ChangedAfterStep):
+    # What undoes each single step is reported by the rule `weights_changed`.
+    if undone := [fact for fact in facts_of(run, StepsUndone) if fact.steps > 1]:
         yield finding_on(undone)
     facts = facts_of(run, RoundedStep)
     if ineffective := facts_of(run, StepWithoutEffect):
