@@ -406,9 +406,8 @@ def _zero(run: Run, limits: NoGradientLimits) -> Iterator[Finding]:
     shapes = {p.name: p.shape for p in run.parameters()}
     vectors = all(len(shapes[zeros.names[i]]) < 2 for i in dead)
     history = "earlier it was not" if alive_before else "no recorded step had another value"
-    starved = (
-        None if everything else _starved_layer(run, zeros, [zeros.names[i] for i in dead.tolist()], since)
-    )
+    names = [zeros.names[i] for i in dead.tolist()]
+    starved = None if everything else _starved_layer(_module_kinds(run), shapes, zeros, names, since)
     if starved is not None:
         steps = f"the last {int(streaks_P[worst])} recorded steps, since step {since}; {history}"
         affected = phrases.share(len(dead), whole, "measured parameters")
@@ -473,12 +472,18 @@ class _StarvedLayer:
         )
 
 
-def _starved_layer(run: Run, zeros: Frame, dead: Collection[str], since: int) -> _StarvedLayer | None:
+def _starved_layer(
+    kinds: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    zeros: Frame,
+    dead: Collection[str],
+    since: int,
+) -> _StarvedLayer | None:
     """Return the first layer whose input the gradients show to be zero.
 
     That of its bias sums the gradients of its outputs, that of its weight their products with its inputs.
     """
-    kinds, rows = _module_kinds(run), zeros.steps >= since
+    rows = zeros.steps >= since
     for weight in dead:
         name = weight.removesuffix(".weight")
         bias = f"{name}.bias"
@@ -486,7 +491,7 @@ def _starved_layer(run: Run, zeros: Frame, dead: Collection[str], since: int) ->
             continue
         column = zeros.names.index(bias)
         values = zeros.values[rows & zeros.measured[:, column], column]
-        size = math.prod(next(p.shape for p in run.parameters() if p.name == bias))
+        size = math.prod(shapes[bias])
         if bias not in dead and len(values) and (values < size).all():
             step = int(zeros.steps[rows & zeros.measured[:, column]][-1])
             evidence = Evidence(f"series/gradient/zeros/{bias}", step, int(values[-1]), f"zeros of {size}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from backlight.monitors.steptime.instrument.kept_tensors import MIN_READINGS
 from backlight.user_code import SourceLine, definition, is_user_code
 
 if TYPE_CHECKING:
@@ -19,16 +20,14 @@ _OF_MODULES = {
 _OF_PARAMETERS = {"_backward_hooks": "gradient hook", "_post_accumulate_grad_hooks": "gradient hook"}
 """Attributes with hooks, and what they are called."""
 
-MIN_READINGS = 3
-"""Readings in a row between which each step has added a hook, before it is reported."""
-
 
 class HookCounts:
     """Counts the hooks of modules and parameters, and records what gets a further one in each step.
 
     ``record(facts, step)`` gets facts as JSON types: the name, the kind of its hooks and how many there are,
     since which step they grow, of how many names, and the line that defines the newest; no names once they
-    have ceased to grow. :meth:`read` is called on the training thread, at few steps.
+    have ceased to grow. Each step has to add one between :data:`MIN_READINGS` readings in a row.
+    :meth:`read` is called on the training thread, at few steps.
     """
 
     def __init__(self, record: Callable[[dict[str, Any], int], None]) -> None:
